@@ -1,0 +1,51 @@
+"""Text <-> token ids for a Hugging Face folder, without loading transformers (which takes seconds to import)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rl_swarm.errors import ModelError
+
+
+class Tokens:
+    """A tokenizer and the token that ends a completion."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer: tokenizer.json is missing.")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of broken file
+            raise ModelError(f"{path} cannot be read: {error}.") from None
+        self.end = _end_token(folder)
+        if self.end >= self._tokenizer.get_vocab_size():
+            raise ModelError(f"{folder}: the end-of-text token {self.end} is not in the tokenizer's vocabulary.")
+
+    @property
+    def size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion; a final end-of-text token leaves no trace in it."""
+        visible = ids[:-1] if ids and ids[-1] == self.end else ids
+        return str(self._tokenizer.decode(list(visible), skip_special_tokens=False))
+
+
+def _end_token(folder: Path) -> int:
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            end = json.loads(path.read_text()).get("eos_token_id")
+            if isinstance(end, list) and end:
+                end = end[0]
+            if isinstance(end, int):
+                return end
+    raise ModelError(f"{folder} names no end-of-text token (eos_token_id in config.json).")

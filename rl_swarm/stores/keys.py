@@ -1,0 +1,14 @@
+"""What a key may look like, for every store alike: names that come from outside must not lead out of the store."""
+
+from __future__ import annotations
+
+# Names that start so are files in the making; no key may, and no listing shows them.
+TEMPORARY = ".tmp-"
+
+
+def check_key(key: str) -> str:
+    """The key itself if it is safe. Names are checked at the edges; a bad key here is a bug, hence ValueError."""
+    for segment in key.split("/"):
+        if segment in ("", ".", "..") or segment.startswith(TEMPORARY) or "\\" in segment or not segment.isprintable():
+            raise ValueError(f"not a valid key: {key!r}")
+    return key

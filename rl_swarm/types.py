@@ -1,0 +1,107 @@
+"""The values a swarm passes around: frozen, and free of behaviour beyond what they imply.
+
+    the paper (arXiv:2509.08721)        here
+    ------------------------------      ---------------------------------------------
+    question q with its metadata        Question, named by QuestionName
+    one completion                      Rollout
+    rollout R(q): G completions of q    RolloutGroup
+    rollout with its rewards            ScoredGroup
+    zero-advantage rollout              not ScoredGroup.informative
+    local / external rollouts           a group whose `node` is / is not the learner's own
+    round t                             Step.round (a round may have several stages)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+# Rewards closer together than this are the same reward: dividing by their spread would only amplify rounding.
+SAME_REWARD = 1e-6
+
+
+class Step(NamedTuple):
+    """One share-and-learn cycle. Steps compare in the order in which they happen."""
+
+    round: int
+    stage: int = 0
+
+
+class QuestionName(NamedTuple):
+    """All that is ever sent of a question: from this the receiver rebuilds prompt and answer by itself."""
+
+    task: str
+    config: str
+    seed: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    name: QuestionName
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion. Token ids and log-probs exist only where it was sampled; to everyone else it is text."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    truncated: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.text) if self.token_ids is None else len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupName:
+    """Where a group was published; it stays findable under this name for as long as its file is kept."""
+
+    node: str
+    step: Step
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """G sibling completions of one question by one node at one step."""
+
+    node: str
+    step: Step
+    id: str
+    question: Question
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def name(self) -> GroupName:
+        return GroupName(self.node, self.step, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group with one reward per completion, always by the verifier of the node that holds this value."""
+
+    group: RolloutGroup
+    rewards: tuple[float, ...]
+
+    @property
+    def mean_reward(self) -> float:
+        return fmean(self.rewards)
+
+    @property
+    def informative(self) -> bool:
+        """Whether the siblings differ in reward: if not, every advantage is zero and there is nothing to learn."""
+        return max(self.rewards) - min(self.rewards) > SAME_REWARD
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """A_i = (r_i - mean) / (std + 1e-8), std with Bessel's correction as in the field's public code."""
+        if not self.informative:
+            return (0.0,) * len(self.rewards)
+        mean, spread = self.mean_reward, stdev(self.rewards)
+        return tuple((reward - mean) / (spread + 1e-8) for reward in self.rewards)
