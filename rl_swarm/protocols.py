@@ -72,8 +72,11 @@ class Store(Protocol):
         """Add one line (without its newline) to a log that only this process writes."""
         ...
 
-    def keys(self, prefix: str) -> Iterable[str]:
-        """Every key that starts with `prefix`, sorted. A prefix ending in `/` is a folder."""
+    def keys(self, prefix: str, *, shallow: bool = False) -> Iterable[str]:
+        """Every key that starts with `prefix`, sorted. A prefix ending in `/` is a folder.
+
+        With `shallow`, what lies in folders below the prefix's own is named by its folder alone, with a final `/`.
+        """
         ...
 
     def delete(self, key: str) -> None:

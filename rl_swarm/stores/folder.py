@@ -112,7 +112,7 @@ class FolderStore:
                     file.truncate(size)
                     raise
 
-    def keys(self, prefix: str) -> list[str]:
+    def keys(self, prefix: str, *, shallow: bool = False) -> list[str]:
         folder, _, start = prefix.rpartition("/")
         top = self._root / folder if folder else self._root
         found: list[str] = []
@@ -128,6 +128,9 @@ class FolderStore:
                     files = [name for name in files if name.startswith(start)]
                 relative = Path(parent).relative_to(self._root)
                 found += [(relative / name).as_posix() for name in files if not name.startswith(TEMPORARY)]
+                if shallow:
+                    found += [f"{(relative / name).as_posix()}/" for name in folders]
+                    break
         if not found:
             self._check_root("list")
         return sorted(found)

@@ -37,9 +37,13 @@ class MemoryStore:
         with self._lock:
             self._values[check_key(key)] = self._values.get(key, b"") + line + b"\n"
 
-    def keys(self, prefix: str) -> list[str]:
+    def keys(self, prefix: str, *, shallow: bool = False) -> list[str]:
         with self._lock:
-            return sorted(key for key in self._values if key.startswith(prefix))
+            found = [key for key in self._values if key.startswith(prefix)]
+        if not shallow:
+            return sorted(found)
+        start = prefix.rfind("/") + 1
+        return sorted({key[:start] + _first_segment(key[start:]) for key in found})
 
     def delete(self, key: str) -> None:
         with self._lock:
@@ -50,3 +54,8 @@ class MemoryStore:
             if check_key(key) not in self._values:
                 raise KeyMissing(f"{key} is not in the store.")
             self._values[check_key(target)] = self._values.pop(key)
+
+
+def _first_segment(rest: str) -> str:
+    head, slash, _ = rest.partition("/")
+    return head + slash
