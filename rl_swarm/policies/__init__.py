@@ -1,0 +1,57 @@
+"""Models that sample and learn. `open_policy` loads what MODEL_NAME names; only then is torch imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_swarm.errors import ModelError
+from rl_swarm.models import PICO_FOLDER
+from rl_swarm.policies.toy import ToyPolicy
+from rl_swarm.protocols import Policy
+from rl_swarm.settings import Settings
+
+
+def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
+    """One model for each node, all starting from the same weights."""
+    assert settings.learning_rate is not None and settings.max_new_tokens is not None, "filled in by settings.load"
+    if settings.model_name == "toy":
+        return ToyPolicy(nodes, settings.learning_rate)
+    folder = model_folder(settings.model_name, settings.huggingface_access_token)
+
+    from rl_swarm.policies.stacked import Learning, StackedPolicy, pick_device
+
+    device = pick_device(settings.device)
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    learning = Learning(
+        learning_rate=settings.learning_rate,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        off_policy=settings.off_policy,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        dtype=dtype,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+    return StackedPolicy(nodes, folder, learning, device)
+
+
+def model_folder(name: str, token: str | None = None) -> Path:
+    """Where the model lies on this machine; a Hub id is downloaded first."""
+    if name == "pico":
+        return PICO_FOLDER
+    if Path(name).is_dir():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise ModelError(f"MODEL_NAME={name!r} is neither a folder here, nor a Hub id (owner/name), nor pico, nor toy.")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, token=token, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"The model {name} could not be downloaded: {reason}") from None

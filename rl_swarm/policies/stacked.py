@@ -291,3 +291,13 @@ class StackedPolicy:
         """A copy of one node's weights under their Hugging Face names."""
         k = self._nodes.index(node)
         return {name: weight[k].detach().cpu().clone() for name, weight in self._weights.items()}
+
+
+def pick_device(wanted: str) -> str:
+    """The device to compute on. `auto` takes cuda, then mps, then cpu."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return next(name for name, available in there.items() if available)
+    if not there[wanted]:
+        raise ModelError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
+    return wanted

@@ -1,0 +1,119 @@
+"""The coordinator: a clock, not a boss. It decides when a step is over and writes that down; it loads no model.
+
+A pace is one function (seconds this step has lasted, live workers) -> is it over? The coordinator remembers nothing
+that is not in the store, so a restarted one goes on at the round it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rl_swarm.experiment import Experiment, Peer, State
+from rl_swarm.lease import Watch
+from rl_swarm.settings import Settings
+from rl_swarm.types import Step
+
+Pace = Callable[[Step, float, Sequence[Peer]], bool]
+
+
+def learned(peer: Peer) -> Step | None:
+    return None if peer.learned is None else Step(*peer.learned)
+
+
+def interval(seconds: float) -> Pace:
+    """By the timer alone."""
+    return lambda step, elapsed, workers: elapsed >= seconds
+
+
+def quorum(seconds: float) -> Pace:
+    """When every live worker has learned this step, or the time is up."""
+
+    def over(step: Step, elapsed: float, workers: Sequence[Peer]) -> bool:
+        done = all((last := learned(worker)) is not None and last >= step for worker in workers)
+        return done or elapsed >= seconds
+
+    return over
+
+
+def free() -> Pace:
+    """No common clock: the coordinator only follows the swarm, a step is over when anyone has learned it."""
+    return lambda step, elapsed, workers: any(
+        (last := learned(worker)) is not None and last >= step for worker in workers
+    )
+
+
+def pace_of(settings: Settings) -> Pace:
+    seconds = settings.coordinator_round_interval
+    return {"interval": interval(seconds), "quorum": quorum(seconds), "free": free()}[settings.coordinator_pace]
+
+
+class Coordinator:
+    def __init__(
+        self,
+        experiment: Experiment,
+        name: str,
+        settings: Settings,
+        clock: Callable[[], float],
+        timer: Callable[[], float],
+    ) -> None:
+        self._experiment, self._name, self._settings = experiment, name, settings
+        self._clock, self._timer = clock, timer
+        self._pace = pace_of(settings)
+        self._watch = Watch(settings.lease_seconds, timer)
+        self._began: float | None = None
+        self._last_joined, self._joined = timer(), 0
+        self.state = experiment.state() or self._write(Step(0))
+        self.workers: list[Peer] = []
+
+    def tick(self) -> State:
+        """Look once; move on if the step is over. Time runs only while there is a worker."""
+        if self.state.finished:
+            return self.state
+        peers = self._experiment.peers().known.values()
+        self.workers = [peer for peer in peers if peer.node_role == "worker" and self._watch.live(peer)]
+        now = self._timer()
+        if len(self.workers) > self._joined:
+            self._last_joined = now
+        self._joined = len(self.workers)
+        if not self.workers:
+            self._began = None
+            return self._finish_if_all_left(list(peers))
+        if self._began is None:
+            self._began = now
+        step = self.state.step
+        if self._pace(step, now - self._began, self.workers) and not self._still_gathering(step, now):
+            self._advance(step)
+            self._began = now
+        return self.state
+
+    def _still_gathering(self, step: Step, now: float) -> bool:
+        """Under quorum the first step waits for latecomers: the first worker alone would run away from the others."""
+        if self._settings.coordinator_pace != "quorum" or step != Step(0):
+            return False
+        return now - self._last_joined < self._settings.coordinator_join_grace
+
+    def _finish_if_all_left(self, peers: Sequence[Peer]) -> State:
+        """Workers end by themselves after the last step; the clock then has nobody to wait for."""
+        last = Step(self._settings.max_rounds - 1, self._settings.max_stages - 1)
+        if any((done := learned(peer)) is not None and done >= last for peer in peers):
+            self.state = self._write(last, finished=True)
+        return self.state
+
+    def _advance(self, step: Step) -> None:
+        following = Step(step.round, step.stage + 1)
+        if following.stage == self._settings.max_stages:
+            following = Step(step.round + 1)
+        finished = following.round == self._settings.max_rounds
+        self.state = self._write(step if finished else following, finished=finished)
+
+    def _write(self, step: Step, finished: bool = False) -> State:
+        state = State(
+            run=self._experiment.run,
+            round=step.round,
+            stage=step.stage,
+            updated_at=self._clock(),
+            updated_by=self._name,
+            finished=finished,
+        )
+        self._experiment.write_state(state)
+        return state

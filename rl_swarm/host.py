@@ -1,0 +1,267 @@
+"""Algorithm 1 on one screen: a host shares its nodes' rollouts, then each node learns from its own and its peers'.
+
+A host runs one or more nodes on one device. `share` and `learn` are two halves because the swarm breathes between
+them: somebody else decides when the second begins. Both may be called again for a step that was interrupted; they then
+do the same again, and what is already written stays.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from rl_swarm.experiment import Experiment, PublishedFile
+from rl_swarm.gathering import Gathered, PeerReader, score
+from rl_swarm.plan import Plan, account, make_plan, read_plans, vote, write_plan
+from rl_swarm.protocols import Policy, Task
+from rl_swarm.prune import prune_rollouts
+from rl_swarm.randomness import named_rng, named_seed
+from rl_swarm.selection import RULES
+from rl_swarm.settings import Settings
+from rl_swarm.types import Question, RolloutGroup, ScoredGroup, Step
+
+# Evaluation draws the same held-out questions for every node of every experiment with the same seed.
+EVERYONE = "everyone"
+
+
+@dataclass(slots=True)
+class Shared:
+    """The first half of a step, on its way to the second."""
+
+    mine: dict[str, list[ScoredGroup]]
+    seconds: dict[str, float]
+
+
+class _Available(NamedTuple):
+    """Which peers have files to read, and how many files had no acceptable name."""
+
+    files: dict[str, list[PublishedFile]]
+    rejected: Counter[str]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one node trains on: all its own groups, and the peers' that its plan names."""
+
+    own: list[ScoredGroup]
+    chosen: list[ScoredGroup]
+    plan: Plan
+    gone: Counter[str]
+
+
+class Host:
+    def __init__(
+        self,
+        experiment: Experiment,
+        nodes: Sequence[str],
+        task: Task,
+        policy: Policy,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.experiment, self.nodes, self.task, self.policy, self.settings = experiment, tuple(nodes), task, policy, settings
+        self._clock, self._timer = clock, timer
+        self._reader = PeerReader(experiment, task, settings.num_generations, cache=settings.cache_rollouts)
+        self._select = RULES[settings.select]
+        self._plans = {node: read_plans(experiment, node) for node in nodes}
+        self.recorded = {node: last_recorded(experiment, node) for node in nodes}
+
+    # First half
+
+    def share(self, step: Step) -> Shared:
+        """Sample I questions for each node, answer each G times, publish."""
+        clock = _Stopwatch(self._timer)
+        settings = self.settings
+        questions = {
+            node: self.task.sample(settings.num_train_samples, self._rng(node, "questions", step)) for node in self.nodes
+        }
+        mine: dict[str, list[ScoredGroup]] = {node: [] for node in self.nodes}
+        if settings.rollout_publish_frequency == "generation":
+            for part in range(settings.num_train_samples):
+                self._answer(step, {node: asked[part : part + 1] for node, asked in questions.items()}, part, mine)
+                clock.lap("generate")
+                self._publish(step, part, {node: groups[-1:] for node, groups in mine.items()})
+                clock.lap("publish")
+        else:
+            self._answer(step, questions, 0, mine)
+            clock.lap("generate")
+            if settings.rollout_publish_frequency == "stage":
+                self._publish(step, None, mine)
+                clock.lap("publish")
+        return Shared(mine, clock.seconds)
+
+    def _answer(
+        self, step: Step, questions: Mapping[str, list[Question]], part: int, mine: dict[str, list[ScoredGroup]]
+    ) -> None:
+        prompts = {node: [question.prompt for question in asked] for node, asked in questions.items()}
+        seeds = {node: self._seed(node, f"generate {part}", step) for node in self.nodes}
+        answers = self.policy.generate(prompts, self.settings.num_generations, seeds)
+        for node, asked in questions.items():
+            for question, rollouts in zip(asked, answers[node], strict=True):
+                group = RolloutGroup(node, step, str(len(mine[node])), question, rollouts)
+                mine[node].append(score(self.task, group))
+
+    def _publish(self, step: Step, part: int | None, groups: Mapping[str, Sequence[ScoredGroup]]) -> None:
+        for node, scored in groups.items():
+            self.experiment.publish(node, step, part, self._clock(), self.settings.model_name, scored)
+
+    # Second half
+
+    def learn(
+        self, step: Step, shared: Shared, peer_steps: Mapping[str, Step] | None = None, skipped: int = 0
+    ) -> dict[str, dict[str, Any]]:
+        """Add J of the peers' groups to each node's own, update all nodes, record; returns the metrics rows.
+
+        `peer_steps` names each peer's newest step where there is no common clock; `skipped` counts the steps this
+        host sat out before this one.
+        """
+        clock = _Stopwatch(self._timer, shared.seconds)
+        available = self._available(step, peer_steps)
+        choices = {node: self._choose(node, step, shared.mine[node], available) for node in self.nodes}
+        clock.lap("gather")
+        stats = self.policy.update({node: choice.own + choice.chosen for node, choice in choices.items()})
+        clock.lap("update")
+        held_out = self.evaluate() if self._is_evaluated(step) else {}
+        clock.lap("evaluate")
+        if self.settings.rollout_publish_frequency == "round":
+            self._publish(step, None, shared.mine)
+            clock.lap("publish")
+        rows: dict[str, dict[str, Any]] = {}
+        for node in self.nodes:
+            row = self._row(node, step, choices[node], stats[node])
+            if node in held_out:
+                row["eval_reward"] = held_out[node]
+            rows[node] = row | {"skipped_rounds": skipped, "seconds": clock.seconds}
+            self._record(node, step, choices[node], rows[node])
+            if self.settings.rollout_cleanup_enabled:
+                prune_rollouts(self.experiment, node, step, self.settings)
+        return rows
+
+    def _available(self, step: Step, peer_steps: Mapping[str, Step] | None) -> _Available:
+        """Each peer's newest files within the window, found by listing, one call a step."""
+        files: dict[str, list[PublishedFile]] = {}
+        rejected: Counter[str] = Counter()
+        if self.settings.num_transplant_trees == 0:
+            return _Available(files, rejected)
+        if peer_steps is None:
+            oldest = max(0, step.round - self.settings.rollout_staleness)
+            window = [Step(round, step.stage) for round in range(step.round, oldest - 1, -1)]
+        else:
+            window = sorted(set(peer_steps.values()), reverse=True)
+        for wanted in window:
+            found: dict[str, list[PublishedFile]] = defaultdict(list)
+            for file in self.experiment.published(wanted):
+                if isinstance(file, PublishedFile):
+                    found[file.node].append(file)
+                else:
+                    rejected[file.reason] += 1
+            files = dict(found) | files
+        return _Available(files, rejected)
+
+    def _choose(self, node: str, step: Step, own: list[ScoredGroup], available: _Available) -> _Choice:
+        wanted = self.settings.num_transplant_trees
+        if wanted == 0:
+            return _Choice(own, [], Plan(), Counter())
+        plan = self._plans[node].get(step)
+        if plan is not None:
+            found = self._reader.find(plan.names)
+            return _Choice(own, found.groups, plan, found.rejected)
+        gathered = self._gather(node, step, available)
+        chosen = self._select(gathered.groups, wanted, self._rng(node, "select", step))
+        plan = self._plans[node][step] = make_plan(chosen, gathered)
+        write_plan(self.experiment, node, step, plan, self._clock())
+        return _Choice(own, chosen, plan, Counter())
+
+    def _gather(self, node: str, step: Step, available: _Available) -> Gathered:
+        peers = sorted(peer for peer in available.files if peer != node)
+        asked = self._rng(node, "peers", step).sample(peers, min(len(peers), self.settings.fetch_max_peers))
+        gathered = Gathered(rejected=Counter(available.rejected))
+        deadline = self._timer() + self.settings.fetch_timeout_seconds
+        for peer in sorted(asked):
+            if self._timer() > deadline:
+                gathered.rejected["timeout"] += 1
+                continue
+            found = self._reader.read(available.files[peer])
+            gathered.groups += found.groups
+            gathered.rejected += found.rejected
+        return gathered
+
+    # Held-out questions
+
+    def evaluate(self) -> dict[str, float]:
+        """Each node's mean reward on held-out questions, one sampled answer each, off the training path."""
+        settings = self.settings
+        start = Step(0)
+        questions = self.task.sample(settings.eval_questions, self._rng(EVERYONE, "evaluate", start), held_out=True)
+        prompts = {node: [question.prompt for question in questions] for node in self.nodes}
+        answers = self.policy.generate(prompts, 1, {node: self._seed(node, "evaluate", start) for node in self.nodes})
+        return {
+            node: fmean(self.task.score(question, answer[0].text) for question, answer in zip(questions, given, strict=True))
+            for node, given in answers.items()
+        }
+
+    def _is_evaluated(self, step: Step) -> bool:
+        every = self.settings.eval_every
+        return every > 0 and step.stage == self.settings.max_stages - 1 and (step.round + 1) % every == 0
+
+    # What is left behind
+
+    def _row(self, node: str, step: Step, choice: _Choice, stats: Mapping[str, float]) -> dict[str, Any]:
+        completions = [rollout for scored in choice.own for rollout in scored.group.rollouts]
+        ages = [step.round - scored.group.step.round for scored in choice.chosen]
+        return {
+            "timestamp": self._clock(),
+            "round": step.round,
+            "stage": step.stage,
+            "node_id": node,
+            "experiment": self.experiment.name,
+            "my_reward": fmean(scored.mean_reward for scored in choice.own),
+            "train_reward": fmean(scored.mean_reward for scored in choice.own + choice.chosen),
+            "informative_local": sum(scored.informative for scored in choice.own),
+            **account(self.settings.num_transplant_trees, choice.chosen, choice.plan, choice.gone),
+            "external_age": fmean(ages) if ages else 0.0,
+            "generated_tokens": sum(rollout.tokens for rollout in completions),
+            "truncated": fmean(rollout.truncated for rollout in completions),
+            **stats,
+        }
+
+    def _record(self, node: str, step: Step, choice: _Choice, row: Mapping[str, Any]) -> None:
+        """Reward and vote first, the metrics row last: with it the step counts as done."""
+        recorded = self.recorded[node]
+        if recorded is not None and step <= recorded:
+            return
+        self.experiment.write_reward(node, step, row["my_reward"], self._clock())
+        self.experiment.write_vote(node, step, *vote(node, choice.own, choice.plan))
+        self.experiment.append_metrics(node, row)
+        self.recorded[node] = step
+
+    def _rng(self, node: str, purpose: str, step: Step) -> random.Random:
+        return named_rng(self.settings.seed, node, purpose, step)
+
+    def _seed(self, node: str, purpose: str, step: Step) -> int:
+        return named_seed(self.settings.seed, node, purpose, step)
+
+
+def last_recorded(experiment: Experiment, node: str) -> Step | None:
+    """The last step this node has a metrics row of."""
+    rows = experiment.metrics(node).rows
+    return Step(rows[-1]["round"], rows[-1]["stage"]) if rows else None
+
+
+class _Stopwatch:
+    """Seconds by phase; phases that come several times add up."""
+
+    def __init__(self, timer: Callable[[], float], seconds: Mapping[str, float] | None = None) -> None:
+        self._timer, self._last = timer, timer()
+        self.seconds: dict[str, float] = dict(seconds or {})
+
+    def lap(self, phase: str) -> None:
+        now = self._timer()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
