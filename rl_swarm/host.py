@@ -70,7 +70,7 @@ class Host:
         self._reader = PeerReader(experiment, task, settings.num_generations, cache=settings.cache_rollouts)
         self._select = RULES[settings.select]
         self._plans = {node: read_plans(experiment, node) for node in nodes}
-        self.recorded = {node: last_recorded(experiment, node) for node in nodes}
+        self._recorded = {node: _recorded_steps(experiment, node) for node in nodes}
 
     # First half
 
@@ -127,7 +127,7 @@ class Host:
         clock.lap("gather")
         stats = self.policy.update({node: choice.own + choice.chosen for node, choice in choices.items()})
         clock.lap("update")
-        held_out = self.evaluate() if self._is_evaluated(step) else {}
+        held_out = self.evaluate() if self._is_evaluated(step) and not self._is_recorded(step) else {}
         clock.lap("evaluate")
         if self.settings.rollout_publish_frequency == "round":
             self._publish(step, None, shared.mine)
@@ -233,13 +233,20 @@ class Host:
 
     def _record(self, node: str, step: Step, choice: _Choice, row: Mapping[str, Any]) -> None:
         """Reward and vote first, the metrics row last: with it the step counts as done."""
-        recorded = self.recorded[node]
-        if recorded is not None and step <= recorded:
+        if step in self._recorded[node]:
             return
         self.experiment.write_reward(node, step, row["my_reward"], self._clock())
         self.experiment.write_vote(node, step, *vote(node, choice.own, choice.plan))
         self.experiment.append_metrics(node, row)
-        self.recorded[node] = step
+        self._recorded[node].add(step)
+        self._plans[node].pop(step, None)
+
+    def _is_recorded(self, step: Step) -> bool:
+        return all(step in steps for steps in self._recorded.values())
+
+    def recorded_steps(self, node: str) -> set[Step]:
+        """The steps this node has finished, in this life or an earlier one."""
+        return set(self._recorded[node])
 
     def _rng(self, node: str, purpose: str, step: Step) -> random.Random:
         return named_rng(self.settings.seed, node, purpose, step)
@@ -248,10 +255,8 @@ class Host:
         return named_seed(self.settings.seed, node, purpose, step)
 
 
-def last_recorded(experiment: Experiment, node: str) -> Step | None:
-    """The last step this node has a metrics row of."""
-    rows = experiment.metrics(node).rows
-    return Step(rows[-1]["round"], rows[-1]["stage"]) if rows else None
+def _recorded_steps(experiment: Experiment, node: str) -> set[Step]:
+    return {Step(row["round"], row["stage"]) for row in experiment.metrics(node).rows}
 
 
 class _Stopwatch:

@@ -41,13 +41,14 @@ class Lease:
     def beat(self, *, shared: Step | None = None, learned: Step | None = None) -> None:
         """Show that this process lives, and how far it has come. Raises NameTaken if the name was lost."""
         with self._lock:
-            self._check_own()
+            # Remembered first: if the store fails now, the next beat carries the same news.
             self._peer = msgspec.structs.replace(
                 self._peer,
                 beat=self._peer.beat + 1,
                 shared=shared or self._peer.shared,
                 learned=learned or self._peer.learned,
             )
+            self._check_own()
             self._experiment.write_lease(self._key, self._peer)
 
     def release(self) -> None:

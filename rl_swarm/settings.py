@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -224,18 +224,22 @@ _MODEL_DEFAULTS = {
 _OTHER_MODELS = _ModelDefaults("reasoning_gym", 1e-6, 256)
 
 
-def load(**given: Any) -> Settings:
-    """Settings from the given values, the environment and the defaults, in this order, complete and checked."""
+def load(given: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from the given values, the environment and the defaults, in this order, complete and checked.
+
+    `defaults` are a command's own, where they differ from the declared ones.
+    """
     try:
-        settings = Settings(**given)
-        filled = dict(settings)
+        settings = Settings(**(given or {}))
         chosen = settings.model_fields_set
+        own = {name: value for name, value in (defaults or {}).items() if name not in chosen}
+        settings = Settings(**{name: getattr(settings, name) for name in chosen}, **own)
+        filled = dict(settings)
         if settings.test_mode:
             filled |= {name: value for name, value in _TEST_MODE.items() if name not in chosen}
-        defaults = _MODEL_DEFAULTS.get(settings.model_name, _OTHER_MODELS)
-        for name in ("tasks", "learning_rate", "max_new_tokens"):
+        for name, value in asdict(_MODEL_DEFAULTS.get(settings.model_name, _OTHER_MODELS)).items():
             if filled[name] is None:
-                filled[name] = getattr(defaults, name)
+                filled[name] = value
         filled["node_id"] = settings.node_id or f"node_{secrets.token_hex(4)}"
         filled["gdrive_path"] = settings.gdrive_path or _default_root()
         return Settings(**filled)

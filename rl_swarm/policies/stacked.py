@@ -11,8 +11,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_swarm.errors import CheckpointError, ModelError
@@ -269,13 +271,8 @@ class StackedPolicy:
 
     def load(self, node: str, saved: bytes, expected: CheckpointNote) -> None:
         k = self._nodes.index(node)
-        try:
-            state = torch.load(io.BytesIO(saved), weights_only=True, map_location="cpu")
-        except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"not a whole checkpoint ({type(error).__name__})") from None
+        state = _read_saved(saved)
         parts = {"weights": self._weights, "first": self._adam.first, "second": self._adam.second}
-        if not isinstance(state, dict) or state.keys() != {*parts, "steps", "note"}:
-            raise CheckpointError("not a checkpoint of this program")
         if state["note"] != dict(expected):
             raise CheckpointError(f"it belongs to {state['note']}, not to {dict(expected)}")
         for part, tensors in parts.items():
@@ -291,6 +288,26 @@ class StackedPolicy:
         """A copy of one node's weights under their Hugging Face names."""
         k = self._nodes.index(node)
         return {name: weight[k].detach().cpu().clone() for name, weight in self._weights.items()}
+
+
+def _read_saved(saved: bytes) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(saved), weights_only=True, map_location="cpu")
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"not a whole checkpoint ({type(error).__name__})") from None
+    if not isinstance(state, dict) or state.keys() != {"weights", "first", "second", "steps", "note"}:
+        raise CheckpointError("not a checkpoint of this program")
+    return state
+
+
+def read_saved_weights(saved: bytes) -> Weights:
+    """The weights in a checkpoint, under their Hugging Face names."""
+    weights: Weights = _read_saved(saved)["weights"]
+    return weights
+
+
+def save_weights(weights: Weights, folder: Path) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def pick_device(wanted: str) -> str:
