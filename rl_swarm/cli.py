@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_swarm import __version__, settings
-from rl_swarm.errors import ExperimentMissing, KeyMissing, MalformedRecord, SettingsError, SwarmError
+from rl_swarm.errors import KeyMissing, MalformedRecord, SettingsError, SwarmError
 from rl_swarm.experiment import Experiment, PublishedFile, create_experiment, list_experiments, open_experiment
 from rl_swarm.protocols import Store
 from rl_swarm.settings import Settings
@@ -36,8 +36,13 @@ DEMO_NODES, DEMO_ROUNDS = 8, 120
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     verb: Callable[[argparse.Namespace], int] = args.run
+    return exit_code(lambda: verb(args))
+
+
+def exit_code(body: Callable[[], int]) -> int:
+    """Run a command; what it raises on purpose becomes a sentence and a code."""
     try:
-        return verb(args)
+        return body()
     except SettingsError as error:
         return _fail(str(error), 2)
     except SwarmError as error:
@@ -288,10 +293,7 @@ def _store(args: argparse.Namespace) -> Store:
 
 
 def _experiment(args: argparse.Namespace) -> Experiment:
-    try:
-        return open_experiment(_store(args), args.experiment)
-    except ValueError as error:
-        raise ExperimentMissing(f"{args.experiment!r} is no name of an experiment: {error}.") from None
+    return open_experiment(_store(args), args.experiment)
 
 
 # Flags

@@ -315,8 +315,10 @@ def create_experiment(
 
 
 def open_experiment(store: Store, name: str) -> Experiment:
+    if not _is_name(name):
+        raise ExperimentMissing(f"{name!r} cannot be an experiment's name.")
     try:
-        data = store.get(f"experiments/{check_name(name)}/experiment.json", MAX_RECORD_BYTES)
+        data = store.get(f"experiments/{name}/experiment.json", MAX_RECORD_BYTES)
     except KeyMissing:
         others = list_experiments(store)
         hint = f"there are: {', '.join(others[:8])}" if others else "there is none at all yet"

@@ -89,7 +89,7 @@ def ending_on_signals(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
 
 def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher, store: Store | None = None) -> None:
     """Take part with these nodes until the experiment is finished or a stop is requested."""
-    plain = store or open_store(settings.gdrive_path, create=settings.coordinator_pace == "free")
+    plain = store or open_store(settings.gdrive_path, create=True)
     found = _await_experiment(plain, settings, stop, watcher)
     if found is None:
         return

@@ -1,0 +1,16 @@
+"""python -m rgym_exp.runner.swarm_launcher: a coordinator or a worker, by NODE_ROLE and the other variables."""
+
+from __future__ import annotations
+
+import sys
+
+from rl_swarm import settings
+from rl_swarm.cli import exit_code, launch
+
+
+def main() -> int:
+    return exit_code(lambda: launch(settings.load()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
