@@ -90,8 +90,12 @@ def _demo(args: argparse.Namespace) -> int:
     say("Peers' groups each node learned from:")
     table(["experiment", *arms[0].external_used], [[arm.experiment, *arm.external_used.values()] for arm in arms])
     plot = root / "demo.png"
-    title = f"{args.nodes} nodes of {loaded.model_name}, I={loaded.num_train_samples} own groups a round, seed {loaded.seed}"
-    curves = {f"{arm.experiment} (J={arm.transplants})": {r + 1: v for r, v in sorted(arm.held_out.items())} for arm in arms}
+    title = (
+        f"{args.nodes} nodes of {loaded.model_name}, {loaded.num_train_samples} own groups a round, seed {loaded.seed}"
+    )
+    curves = {
+        f"{arm.experiment} (J={arm.transplants})": {r + 1: v for r, v in sorted(arm.held_out.items())} for arm in arms
+    }
     save_curves(plot, curves, title, "held-out reward")
     say("")
     say(f"Done in {time.perf_counter() - began:.0f} s. The curves are in {plot}. To look further:")
@@ -201,7 +205,9 @@ def _peers(args: argparse.Namespace) -> int:
     for node, peer in sorted(_experiment(args).peers().known.items()):
         step = last_step(peer)
         state = "left" if peer.left else "active" if is_active(peer) else "dead"
-        rows.append([node, peer.node_role, state, "" if step is None else str(step.round), peer.model, peer.process.host])
+        rows.append(
+            [node, peer.node_role, state, "" if step is None else str(step.round), peer.model, peer.process.host]
+        )
     table(["node", "role", "state", "last round", "model", "host"], rows)
     return 0
 
@@ -250,7 +256,16 @@ def _metrics(args: argparse.Namespace) -> int:
         for row in rows:
             print(json.dumps(row))
     else:
-        columns = ["round", "node_id", "my_reward", "eval_reward", "external_used", "external_wanted", "loss", "entropy"]
+        columns = [
+            "round",
+            "node_id",
+            "my_reward",
+            "eval_reward",
+            "external_used",
+            "external_wanted",
+            "loss",
+            "entropy",
+        ]
         table(columns, [[row.get(column, "") for column in columns] for row in rows[-args.last :]])
     return 0
 
@@ -357,8 +372,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--rounds", type=_positive, default=DEMO_ROUNDS, help=f"rounds of each run [{DEMO_ROUNDS}]")
     _add_settings(demo, ("gdrive_path", "seed", "model_name", "learning_rate"))
 
-    host = verb("host", _host, "run several nodes on this device as one program, with the coordinator if none is running")
-    host.add_argument("--nodes", type=_positive, required=True, help="how many; they are named NODE_ID_0, NODE_ID_1, ...")
+    host = verb(
+        "host", _host, "run several nodes on this device as one program, with the coordinator if none is running"
+    )
+    host.add_argument(
+        "--nodes", type=_positive, required=True, help="how many; they are named NODE_ID_0, NODE_ID_1, ..."
+    )
     _add_settings(host)
     _add_settings(verb("join", _join, "take part in an experiment with one node"))
     _add_settings(verb("coordinate", _coordinate, "keep the clock of an experiment; loads no model"))

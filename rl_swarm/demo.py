@@ -95,6 +95,8 @@ def _fresh(store: Store, name: str, settings: Settings) -> Experiment:
         pass
     else:
         if old.birth.made_by != MADE_BY:
-            raise ExperimentExists(f"Experiment {name} was not made by the demo; delete or rename it, or use another root.")
+            raise ExperimentExists(
+                f"Experiment {name} was not made by the demo; delete or rename it, or use another root."
+            )
         old.delete()
     return create_experiment(store, name, public(settings), time.time(), MADE_BY)

@@ -1,18 +1,18 @@
 """Every error this package raises on purpose, and what becomes of each.
 
-    SwarmError                 the command ends with exit code 1 and the sentence
-    ├── SettingsError          exit code 2: the user can mend it before anything starts
-    ├── ExperimentMissing      a worker waits for it, visibly; every other command ends
-    ├── ExperimentExists       nothing was written
-    ├── ExperimentReplaced     the experiment was deleted or made anew under a running node: the node ends
-    ├── NameTaken              another live process holds this node name or the coordinator's seat
-    ├── ModelError             a model folder that cannot be loaded
-    ├── CheckpointError        this checkpoint is passed over for the next older one
-    ├── StoreError
-    │   ├── KeyMissing         most callers expect it: the file is simply not there (yet)
-    │   ├── KeyExists          a create-only write came second
-    │   └── StoreUnavailable   read-only, full, unmounted, no permission: running nodes wait until it is mended
-    └── MalformedRecord        something a peer wrote is not acceptable: counted under `reason`, never fatal
+SwarmError                 the command ends with exit code 1 and the sentence
+├── SettingsError          exit code 2: the user can mend it before anything starts
+├── ExperimentMissing      a worker waits for it, visibly; every other command ends
+├── ExperimentExists       nothing was written
+├── ExperimentReplaced     the experiment was deleted or made anew under a running node: the node ends
+├── NameTaken              another live process holds this node name or the coordinator's seat
+├── ModelError             a model folder that cannot be loaded
+├── CheckpointError        this checkpoint is passed over for the next older one
+├── StoreError
+│   ├── KeyMissing         most callers expect it: the file is simply not there (yet)
+│   ├── KeyExists          a create-only write came second
+│   └── StoreUnavailable   read-only, full, unmounted, no permission: running nodes wait until it is mended
+└── MalformedRecord        something a peer wrote is not acceptable: counted under `reason`, never fatal
 """
 
 from __future__ import annotations

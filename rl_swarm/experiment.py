@@ -25,7 +25,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from rl_swarm import __version__, codec
-from rl_swarm.errors import ExperimentExists, ExperimentMissing, ExperimentReplaced, KeyExists, KeyMissing, MalformedRecord
+from rl_swarm.errors import (
+    ExperimentExists,
+    ExperimentMissing,
+    ExperimentReplaced,
+    KeyExists,
+    KeyMissing,
+    MalformedRecord,
+)
 from rl_swarm.protocols import Store
 from rl_swarm.settings import check_name
 from rl_swarm.types import ScoredGroup, Step

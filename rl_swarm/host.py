@@ -65,7 +65,13 @@ class Host:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.experiment, self.nodes, self.task, self.policy, self.settings = experiment, tuple(nodes), task, policy, settings
+        self.experiment, self.nodes, self.task, self.policy, self.settings = (
+            experiment,
+            tuple(nodes),
+            task,
+            policy,
+            settings,
+        )
         self._clock, self._timer = clock, timer
         self._reader = PeerReader(experiment, task, settings.num_generations, cache=settings.cache_rollouts)
         self._select = RULES[settings.select]
@@ -79,7 +85,8 @@ class Host:
         clock = _Stopwatch(self._timer)
         settings = self.settings
         questions = {
-            node: self.task.sample(settings.num_train_samples, self._rng(node, "questions", step)) for node in self.nodes
+            node: self.task.sample(settings.num_train_samples, self._rng(node, "questions", step))
+            for node in self.nodes
         }
         mine: dict[str, list[ScoredGroup]] = {node: [] for node in self.nodes}
         if settings.rollout_publish_frequency == "generation":
@@ -202,7 +209,9 @@ class Host:
         prompts = {node: [question.prompt for question in questions] for node in self.nodes}
         answers = self.policy.generate(prompts, 1, {node: self._seed(node, "evaluate", start) for node in self.nodes})
         return {
-            node: fmean(self.task.score(question, answer[0].text) for question, answer in zip(questions, given, strict=True))
+            node: fmean(
+                self.task.score(question, answer[0].text) for question, answer in zip(questions, given, strict=True)
+            )
             for node, given in answers.items()
         }
 

@@ -63,7 +63,7 @@ def read_plans(experiment: Experiment, node: str) -> dict[Step, Plan]:
 
 
 def account(wanted: int, chosen: Sequence[ScoredGroup], plan: Plan, gone: Counter[str]) -> dict[str, Any]:
-    """The part of the metrics row that says what became of J: used, plus the reasons for every group that is missing."""
+    """The part of the metrics row that says what became of J: used, and why each missing group is missing."""
     rejected = Counter(plan.rejected) + gone
     missing = wanted - len(chosen)
     reasons: dict[str, int] = {}

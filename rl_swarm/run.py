@@ -4,8 +4,8 @@
     coordinate  the clock
     host        both in one process
 
-A first Ctrl-C or SIGTERM lets the current round end: what is finished is on disk, a checkpoint is written, the names are
-released. A second one ends at once. A store that fails in the middle is waited for.
+A first Ctrl-C or SIGTERM lets the current round end: what is finished is on disk, a checkpoint is written, the names
+are released. A second one ends at once. A store that fails in the middle is waited for.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         heart.check()
 
 
-def coordinate(
-    settings: Settings, stop: Stop, watcher: Watcher, store: Store | None = None, poll: float = 0.1
-) -> None:
+def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | None = None, poll: float = 0.1) -> None:
     """Keep the clock until the last round is over."""
     plain = store or open_store(settings.gdrive_path, create=True)
     found = _open_or_create(plain, settings, watcher)
@@ -256,7 +254,9 @@ class _Rounds:
         while not self._stop.requested and time.monotonic() - began < settings.coordinator_round_interval / 2:
             peers = self._host.experiment.peers().known.values()
             workers = [peer for peer in peers if peer.node_role == "worker" and peer.peer_id not in self._host.nodes]
-            if all(peer.shared is not None and Step(*peer.shared) >= step for peer in workers if self._watch.live(peer)):
+            if all(
+                peer.shared is not None and Step(*peer.shared) >= step for peer in workers if self._watch.live(peer)
+            ):
                 break
             state = self._host.experiment.state()
             if state is not None and state.step > step:
@@ -342,9 +342,7 @@ def _claim(
     stack: ExitStack, experiment: Experiment, key: str, node: str, role: str, settings: Settings, stop: Stop
 ) -> Lease:
     model = "" if role == "coordinator" else settings.model_name
-    lease = claim(
-        experiment, key, node, role, model, time.time(), settings.lease_seconds, time.monotonic, stop.pause
-    )
+    lease = claim(experiment, key, node, role, model, time.time(), settings.lease_seconds, time.monotonic, stop.pause)
     stack.callback(_release, lease)
     return lease
 

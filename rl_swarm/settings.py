@@ -28,7 +28,7 @@ COLAB_MOUNT = Path("/content/drive/MyDrive")
 
 
 def check_name(name: str) -> str:
-    """A node's or experiment's name: it becomes a file name on every system, so what could lead elsewhere is refused."""
+    """A node's or experiment's name: it becomes part of a path, so what could lead elsewhere is refused."""
     if not 1 <= len(name) <= 128 or len(name.encode()) > 200:
         raise ValueError("a name has 1 to 128 characters (and at most 200 bytes)")
     if "/" in name or "\\" in name or ".." in name or not name.isprintable():
@@ -81,7 +81,9 @@ class Settings(BaseSettings):
     node_role: Annotated[str, _one_of("coordinator", "worker")] = _setting(
         "worker", "where", "What the launcher starts: coordinator or worker."
     )
-    node_id: Name = _setting("", "where", "This node's name, unique in the experiment.", "node_ and 8 random hex digits")
+    node_id: Name = _setting(
+        "", "where", "This node's name, unique in the experiment.", "node_ and 8 random hex digits"
+    )
     model_name: str = _setting(
         DEFAULT_MODEL, "where", "A Hub id, a local folder, pico (embedded) or toy (no model at all, for trials)."
     )
@@ -142,7 +144,9 @@ class Settings(BaseSettings):
         "pico and toy: arithmetic; others: reasoning_gym",
     )
     task_difficulty: Literal["default", "easy"] = _setting(
-        "default", "learning", "Of reasoning-gym's questions: the library's own settings, or easy ones for small models."
+        "default",
+        "learning",
+        "Of reasoning-gym's questions: the library's own settings, or easy ones for small models.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = _setting(
         None, "learning", "Adam's step size.", "pico 1e-4, toy 0.5, others 1e-6"
@@ -302,8 +306,8 @@ def markdown() -> str:
 
 
 _REFERENCE_HEAD = """Each setting is an environment variable and a flag of `rl-swarm host`, `join` and `coordinate`:
-`NUM_GENERATIONS=4` is `--num-generations 4`. A flag wins over the environment. Bad values are refused at start with exit
-code 2 and one sentence. This page is made by `python -m rl_swarm.settings > docs/settings.md`."""
+`NUM_GENERATIONS=4` is `--num-generations 4`. A flag wins over the environment. Bad values are refused at start with
+exit code 2 and one sentence. This page is made by `python -m rl_swarm.settings > docs/settings.md`."""
 
 
 if __name__ == "__main__":

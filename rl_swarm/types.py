@@ -1,14 +1,14 @@
 """The values a swarm passes around: frozen, and free of behaviour beyond what they imply.
 
-    the paper (arXiv:2509.08721)        here
-    ------------------------------      ---------------------------------------------
-    question q with its metadata        Question, named by QuestionName
-    one completion                      Rollout
-    rollout R(q): G completions of q    RolloutGroup
-    rollout with its rewards            ScoredGroup
-    zero-advantage rollout              not ScoredGroup.informative
-    local / external rollouts           a group whose `node` is / is not the learner's own
-    round t                             Step.round (a round may have several stages)
+the paper (arXiv:2509.08721)        here
+------------------------------      ---------------------------------------------
+question q with its metadata        Question, named by QuestionName
+one completion                      Rollout
+rollout R(q): G completions of q    RolloutGroup
+rollout with its rewards            ScoredGroup
+zero-advantage rollout              not ScoredGroup.informative
+local / external rollouts           a group whose `node` is / is not the learner's own
+round t                             Step.round (a round may have several stages)
 """
 
 from __future__ import annotations

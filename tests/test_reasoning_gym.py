@@ -106,7 +106,7 @@ def test_the_nine_tasks_of_the_paper_are_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "tasks, difficulty", [(["sudoku"], "default"), ([], "default"), (["gcd"] * 2, "easy"), (["gcd"], "?")]
+    ("tasks", "difficulty"), [(["sudoku"], "default"), ([], "default"), (["gcd"] * 2, "easy"), (["gcd"], "?")]
 )
 def test_settings_that_make_no_sense_are_refused_at_once(tasks: list[str], difficulty: str) -> None:
     with pytest.raises(SettingsError):
@@ -208,7 +208,7 @@ CONFIG = f"default@{ALL.version}"
 
 
 @pytest.mark.parametrize(
-    "name, reason",
+    ("name", "reason"),
     [
         (QuestionName("sudoku", CONFIG, 5, 0), "unknown_task"),
         (QuestionName("", CONFIG, 5, 0), "unknown_task"),
@@ -231,7 +231,7 @@ def test_a_name_that_cannot_be_accepted_is_refused_for_its_reason(name: Question
 
 
 @pytest.mark.parametrize(
-    "task, seed",
+    ("task", "seed"),
     [
         # 0 in base 4 is printed as nothing at all.
         ("base_conversion", 1514),

@@ -41,7 +41,10 @@ def get_experiment_status(gdrive_path: str, experiment_name: str) -> dict[str, A
 def get_experiment_metrics(gdrive_path: str, experiment_name: str) -> pd.DataFrame:
     """One row per node and round: round, stage, node_id, my_reward, timestamp, and the rest of the metrics."""
     rows = metric_rows(_open(gdrive_path, experiment_name))
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["round", "stage", "node_id", "my_reward", "timestamp"])
+    frame: pd.DataFrame = (
+        pd.DataFrame(rows) if rows else pd.DataFrame(columns=["round", "stage", "node_id", "my_reward", "timestamp"])
+    )
+    return frame
 
 
 def get_cumulative_rewards(gdrive_path: str, experiment_name: str) -> dict[str, float]:
@@ -76,7 +79,8 @@ def compare_experiments(gdrive_path: str, experiment_names: list[str]) -> pd.Dat
                 "final_eval_reward": float(newest["eval_reward"].mean()) if len(newest) else float("nan"),
             }
         )
-    return pd.DataFrame(rows)
+    table: pd.DataFrame = pd.DataFrame(rows)
+    return table
 
 
 def cleanup_experiment(gdrive_path: str, experiment_name: str) -> int:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 
-def run_with_live_output(command: str | Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None) -> int:
+def run_with_live_output(
+    command: str | Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None
+) -> int:
     """Run a command (a string goes through the shell), print its output as it appears, return its exit code.
 
     Interrupting the cell passes the interrupt on once, so that a node can end its round, and waits for it.

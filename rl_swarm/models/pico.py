@@ -144,13 +144,23 @@ def make(out: Path, seed: int, steps: int, batch: int, rate: float, tag_rate: fl
         adam.step()
         schedule.step()
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1:5d} of {steps}  loss {loss.item():.4f}  {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"step {step + 1:5d} of {steps}  loss {loss.item():.4f}  {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
     save_file(
         {name: weight[0].detach().cpu().contiguous() for name, weight in weights.items()},
         out / "model.safetensors",
         metadata={"format": "pt"},
     )
-    recipe = {"seed": seed, "steps": steps, "batch": batch, "rate": rate, "tag_rate": tag_rate, "torch": torch.__version__}
+    recipe = {
+        "seed": seed,
+        "steps": steps,
+        "batch": batch,
+        "rate": rate,
+        "tag_rate": tag_rate,
+        "torch": torch.__version__,
+    }
     _write_json(out / "recipe.json", recipe)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
 
 console = Console(highlight=False)
 

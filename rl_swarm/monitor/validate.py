@@ -90,7 +90,9 @@ def _metrics(experiment: Experiment, workers: list[str], steps: list[Step]) -> C
         counts = Counter(Step(row["round"], row["stage"]) for row in log.rows)
         for step in steps:
             if counts[step] != 1:
-                problems.append(f"round {step.round} stage {step.stage}: {counts[step]} metrics rows of {node}, 1 expected")
+                problems.append(
+                    f"round {step.round} stage {step.stage}: {counts[step]} metrics rows of {node}, 1 expected"
+                )
         for row in log.rows:
             if not 0.0 <= row["my_reward"] <= 1.0:
                 problems.append(f"round {row['round']}: {node} reports a reward of {row['my_reward']}")

@@ -25,7 +25,9 @@ class StackedAdam:
         self.steps_K = torch.zeros(sample.shape[0], dtype=torch.float64, device=sample.device)
 
     @torch.no_grad()
-    def step(self, gradients: Weights, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:
+    def step(
+        self, gradients: Weights, active_K: Tensor, learning_rate: float, max_norm: float
+    ) -> tuple[Tensor, Tensor]:
         """Update the active nodes in place; returns each node's gradient norm and whether it was updated."""
         squares_K = torch.stack([gradient.flatten(1).double().pow(2).sum(1) for gradient in gradients.values()]).sum(0)
         norm_K = squares_K.sqrt()
@@ -42,6 +44,8 @@ class StackedAdam:
             gradient = torch.where(moved, gradient * scale_K.view(axes).to(gradient.dtype), 0.0)
             first.copy_(torch.where(moved, torch.lerp(first, gradient, 1 - BETA1), first))
             second.copy_(torch.where(moved, torch.lerp(second, gradient * gradient, 1 - BETA2), second))
-            change = first / (second.sqrt() + epsilon_K.view(axes).to(weight.dtype)) * rate_K.view(axes).to(weight.dtype)
+            change = (
+                first / (second.sqrt() + epsilon_K.view(axes).to(weight.dtype)) * rate_K.view(axes).to(weight.dtype)
+            )
             weight.sub_(torch.where(moved, change, 0.0))
         return norm_K, moved_K

@@ -3,7 +3,7 @@
 Llama-shaped models (the embedded pico, SmolLM2, Qwen2). Weights are a plain dictionary under the names of an ordinary
 Hugging Face folder, each stacked over nodes, so loading and saving are a slice and a copy. With K=1 it is one model.
 
-Shape letters: K nodes, S sequences, T positions, N = S*T, D width, H heads, G key-value heads, E head width, V vocabulary.
+Shape letters: K nodes, S sequences, T positions, N = S*T, D width, H heads, G key-value heads, E head width, V tokens.
 """
 
 from __future__ import annotations

@@ -176,7 +176,9 @@ class StackedPolicy:
                 if foreign:
                     advantage *= grpo.foreign_weight(self._learning.off_policy, advantage)
                 if advantage != 0.0:
-                    batch.sequences.append(_Sequence(prompt, completion, advantage, None if foreign else rollout.logprobs))
+                    batch.sequences.append(
+                        _Sequence(prompt, completion, advantage, None if foreign else rollout.logprobs)
+                    )
         # Neighbours of like length waste the least padding; the sort is stable, so runs repeat exactly.
         batch.sequences.sort(key=lambda sequence: sequence.length)
         return batch
@@ -193,7 +195,7 @@ class StackedPolicy:
         while start < count:
             stop = start + 1
             while stop < count:
-                longest = max((b.sequences[min(stop, len(b.sequences) - 1)].length for b in batches if b.sequences))
+                longest = max(b.sequences[min(stop, len(b.sequences) - 1)].length for b in batches if b.sequences)
                 if len(batches) * (stop + 1 - start) * longest > self._learning.micro_batch_tokens:
                     break
                 stop += 1

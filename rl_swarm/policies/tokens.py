@@ -20,7 +20,7 @@ class Tokens:
             raise ModelError(f"{folder} has no tokenizer: tokenizer.json is missing.")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every kind of broken file
+        except Exception as error:  # noqa: BLE001 the library raises bare Exception for every kind of broken file
             raise ModelError(f"{path} cannot be read: {error}.") from None
         self.end = _end_token(folder)
         if self.end >= self._tokenizer.get_vocab_size():

@@ -27,7 +27,8 @@ class ToyPolicy:
         self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int]
     ) -> dict[str, list[tuple[Rollout, ...]]]:
         return {
-            node: self._draw(node, len(asked), group_size, random.Random(seeds[node])) for node, asked in prompts.items()
+            node: self._draw(node, len(asked), group_size, random.Random(seeds[node]))
+            for node, asked in prompts.items()
         }
 
     def _draw(self, node: str, questions: int, group_size: int, rng: random.Random) -> list[tuple[Rollout, ...]]:
