@@ -28,24 +28,28 @@ class StackedAdam:
     def step(
         self, gradients: Weights, active_K: Tensor, learning_rate: float, max_norm: float
     ) -> tuple[Tensor, Tensor]:
-        """Update the active nodes in place; returns each node's gradient norm and whether it was updated."""
-        squares_K = torch.stack([gradient.flatten(1).double().pow(2).sum(1) for gradient in gradients.values()]).sum(0)
-        norm_K = squares_K.sqrt()
+        """Update the active nodes in place, using up the gradients; returns each node's norm and whether it moved."""
+        squares_K = torch.stack([gradient.flatten(1).square().sum(1).double() for gradient in gradients.values()])
+        norm_K = squares_K.sum(0).sqrt()
         moved_K = active_K & norm_K.isfinite()
         self.steps_K += moved_K
-        scale_K = torch.where(norm_K > max_norm, max_norm / norm_K, 1.0)
         steps_K = self.steps_K.clamp(min=1)
-        rate_K = learning_rate * (1 - BETA2**steps_K).sqrt() / (1 - BETA1**steps_K)
+        # A node that sits out has coefficients of zero: its moments and weights are multiplied by one and stay.
+        scale_K = torch.where(norm_K > max_norm, max_norm / norm_K, 1.0)
+        rate_K = learning_rate * (1 - BETA2**steps_K).sqrt() / (1 - BETA1**steps_K) * moved_K
         epsilon_K = EPSILON * (1 - BETA2**steps_K).sqrt()
+        first_K, second_K = (1 - BETA1) * moved_K, (1 - BETA2) * moved_K
+        still = (~moved_K).nonzero().flatten().tolist()
         for name, gradient in gradients.items():
             weight, first, second = self.weights[name], self.first[name], self.second[name]
-            axes = (-1,) + (1,) * (weight.dim() - 1)
-            moved = moved_K.view(axes)
-            gradient = torch.where(moved, gradient * scale_K.view(axes).to(gradient.dtype), 0.0)
-            first.copy_(torch.where(moved, torch.lerp(first, gradient, 1 - BETA1), first))
-            second.copy_(torch.where(moved, torch.lerp(second, gradient * gradient, 1 - BETA2), second))
-            change = (
-                first / (second.sqrt() + epsilon_K.view(axes).to(weight.dtype)) * rate_K.view(axes).to(weight.dtype)
-            )
-            weight.sub_(torch.where(moved, change, 0.0))
+
+            def spread(value_K: Tensor, like: Tensor = weight) -> Tensor:
+                return value_K.to(like.dtype).view(-1, *(1,) * (like.dim() - 1))
+
+            for k in still:
+                gradient[k] = 0.0
+            gradient.mul_(spread(scale_K).nan_to_num(0.0))
+            first.lerp_(gradient, spread(first_K).expand_as(first))
+            second.lerp_(gradient.square_(), spread(second_K).expand_as(second))
+            weight.sub_(first.div(second.sqrt().add_(spread(epsilon_K))).mul_(spread(rate_K)))
         return norm_K, moved_K

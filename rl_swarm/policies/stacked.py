@@ -129,38 +129,48 @@ class StackedPolicy:
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         prepared = [self._prepare(node, batches[node]) for node in self._nodes]
-        K = len(self._nodes)
-        sums = {name: torch.zeros(K, dtype=torch.float64) for name in ("loss", "entropy", "clipped", "seen", "gap")}
-        for weight in self._weights.values():
-            weight.requires_grad_(True)
-        for start, stop in self._micro_batches(prepared):
-            self._accumulate([batch.sequences[start:stop] for batch in prepared], prepared, sums)
-        gradients = {
-            name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-            for name, weight in self._weights.items()
-        }
-        for weight in self._weights.values():
-            weight.requires_grad_(False)
-            weight.grad = None
+        gradients, figures = self._gradients(prepared)
         active_K = torch.tensor([bool(batch.sequences) for batch in prepared], device=self._device)
         norm_K, moved_K = self._adam.step(
             gradients, active_K, self._learning.learning_rate, self._learning.max_grad_norm
         )
         norms, moved = norm_K.tolist(), moved_K.tolist()
-        stats: dict[str, dict[str, float]] = {}
-        for k, node in enumerate(self._nodes):
-            seen = max(1.0, sums["seen"][k].item())
-            stats[node] = {
-                "loss": sums["loss"][k].item(),
+        return {
+            node: figures[k]
+            | {
                 "grad_norm": norms[k],
-                "entropy": sums["entropy"][k].item() / seen,
-                "clip_fraction": sums["clipped"][k].item() / seen,
-                "logprob_gap": sums["gap"][k].item(),
                 "trained_tokens": prepared[k].tokens,
                 "overlong": prepared[k].overlong,
                 "updated": float(moved[k]),
             }
-        return stats
+            for k, node in enumerate(self._nodes)
+        }
+
+    def gradients(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> Weights:
+        """The gradient each node would step along, stacked like the weights."""
+        return self._gradients([self._prepare(node, batches[node]) for node in self._nodes])[0]
+
+    def _gradients(self, batches: Sequence[_Batch]) -> tuple[Weights, list[dict[str, float]]]:
+        names = ("loss", "entropy", "clipped", "seen", "gap")
+        sums = {name: torch.zeros(len(batches), dtype=torch.float64) for name in names}
+        for weight in self._weights.values():
+            weight.requires_grad_(True)
+        for start, stop in self._micro_batches(batches):
+            self._accumulate([batch.sequences[start:stop] for batch in batches], batches, sums)
+        gradients: Weights = {}
+        for name, weight in self._weights.items():
+            gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.requires_grad_(False)
+            weight.grad = None
+        return gradients, [
+            {
+                "loss": sums["loss"][k].item(),
+                "entropy": sums["entropy"][k].item() / max(1.0, sums["seen"][k].item()),
+                "clip_fraction": sums["clipped"][k].item() / max(1.0, sums["seen"][k].item()),
+                "logprob_gap": sums["gap"][k].item(),
+            }
+            for k in range(len(batches))
+        ]
 
     def _prepare(self, node: str, groups: Sequence[ScoredGroup]) -> _Batch:
         batch = _Batch([], 0, 0)

@@ -2,7 +2,7 @@
 
 A value becomes visible whole or not at all: it is written to a temporary file in the same folder, forced to disk and
 renamed. A create-only write links the temporary file to its name, which fails if the name exists; where links are
-refused it opens the name exclusively instead.
+refused it renames too, while it holds a second, hidden name that only one writer can make.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 from rl_swarm.errors import KeyExists, KeyMissing, MalformedRecord, StoreUnavailable
-from rl_swarm.stores.keys import TEMPORARY, check_key
+from rl_swarm.stores.keys import TEMPORARY, check_key, check_prefix
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -27,6 +27,10 @@ _CAUSES = {
     errno.EPERM: "permission is denied",
     errno.ENOENT: "it does not exist (is the drive mounted?)",
     errno.ENOTDIR: "a file stands where a folder should be",
+    errno.EEXIST: "a file stands where a folder should be",
+    errno.EISDIR: "a folder stands where a file should be",
+    errno.ELOOP: "a link stands where a file should be",
+    errno.ENXIO: "a pipe stands where a file should be",
     errno.EIO: "the device reports an input/output error",
     errno.ESTALE: "the network share went away",
     errno.ENOTCONN: "the mount is disconnected",
@@ -57,11 +61,15 @@ class FolderStore:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise MalformedRecord("not_a_file", key) from None
+            if error.errno in (errno.EACCES, errno.EPERM) and os.access(self._root, os.R_OK | os.X_OK):
+                # One file that its owner keeps to himself is his fault, not the store's: nobody must wait for it.
+                raise MalformedRecord("no_permission", key) from None
             raise self._explain(error, "read") from None
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise MalformedRecord("not_a_file", key)
         with os.fdopen(descriptor, "rb") as file, self._explained("read"):
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise MalformedRecord("not_a_file", key)
             if limit is not None and found.st_size > limit:
                 raise MalformedRecord("too_large", f"{found.st_size} bytes")
             return file.read() if limit is None else file.read(limit)
@@ -81,22 +89,27 @@ class FolderStore:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                self._create_exclusively(path, value, key)
+                self._create_without_link(temporary, path, key)
 
-    def _create_exclusively(self, path: Path, value: bytes, key: str) -> None:
+    def _create_without_link(self, temporary: Path, path: Path, key: str) -> None:
+        claim = path.parent / f"{TEMPORARY}{path.name}"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            raise KeyExists(f"{key} is already in {self._root}.") from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(value)
+            raise KeyExists(f"{key} is being made by somebody else in {self._root}.") from None
+        try:
+            if os.path.lexists(path):
+                raise KeyExists(f"{key} is already in {self._root}.")
+            os.replace(temporary, path)
+        finally:
+            claim.unlink(missing_ok=True)
 
     def append(self, key: str, line: bytes) -> None:
         path = self._path(key)
         with self._explained("write"):
             self._make_parent(path)
             # Unbuffered: after a failed write nothing is left over that closing the file would try to write again.
-            with open(path, "ab", buffering=0) as file:
+            with open(path, "ab", buffering=0, opener=_open_to_append) as file:
                 size = file.tell()
                 if key not in self._repaired:
                     size = _whole_lines(path, size)
@@ -113,7 +126,7 @@ class FolderStore:
                     raise
 
     def keys(self, prefix: str, *, shallow: bool = False) -> list[str]:
-        folder, _, start = prefix.rpartition("/")
+        folder, _, start = check_prefix(prefix).rpartition("/")
         top = self._root / folder if folder else self._root
         found: list[str] = []
 
@@ -139,12 +152,8 @@ class FolderStore:
         path = self._path(key)
         with self._explained("delete"):
             path.unlink(missing_ok=True)
-        # Folders left empty go too, so that a deleted experiment leaves nothing behind.
-        with suppress(OSError):
-            for parent in path.parents:
-                if parent == self._root:
-                    break
-                parent.rmdir()
+        self._check_root("delete")
+        self._remove_empty_parents(path)
 
     def move(self, key: str, target: str) -> None:
         path, goal = self._path(key), self._path(target)
@@ -154,6 +163,15 @@ class FolderStore:
                 os.replace(path, goal)
             except FileNotFoundError:
                 raise KeyMissing(f"{key} is not in {self._root}.") from None
+        self._remove_empty_parents(path)
+
+    def _remove_empty_parents(self, path: Path) -> None:
+        """A folder without keys is no folder: listings must not name it, a deleted experiment leaves nothing behind."""
+        with suppress(OSError):
+            for parent in path.parents:
+                if parent == self._root:
+                    break
+                parent.rmdir()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -196,6 +214,11 @@ class FolderStore:
     def _explain(self, error: OSError, verb: str) -> StoreUnavailable:
         cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
         return StoreUnavailable(f"Cannot {verb} in the folder {self._root}: {cause}.")
+
+
+def _open_to_append(path: str, flags: int) -> int:
+    """Neither through a link to elsewhere nor into a pipe, which would hold the writer until somebody reads it."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _whole_lines(path: Path, size: int) -> int:

@@ -12,3 +12,11 @@ def check_key(key: str) -> str:
         if segment in ("", ".", "..") or segment.startswith(TEMPORARY) or "\\" in segment or not segment.isprintable():
             raise ValueError(f"not a valid key: {key!r}")
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix itself if its folder is safe to look into; the name after the last slash may be incomplete."""
+    folder, slash, _ = prefix.rpartition("/")
+    if slash:
+        check_key(folder)
+    return prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rl_swarm.errors import KeyExists, KeyMissing, MalformedRecord
-from rl_swarm.stores.keys import check_key
+from rl_swarm.stores.keys import check_key, check_prefix
 
 
 class MemoryStore:
@@ -38,6 +38,7 @@ class MemoryStore:
             self._values[check_key(key)] = self._values.get(key, b"") + line + b"\n"
 
     def keys(self, prefix: str, *, shallow: bool = False) -> list[str]:
+        check_prefix(prefix)
         with self._lock:
             found = [key for key in self._values if key.startswith(prefix)]
         if not shallow:
