@@ -94,7 +94,7 @@ class FolderStore:
     def _create_without_link(self, temporary: Path, path: Path, key: str) -> None:
         claim = path.parent / f"{TEMPORARY}{path.name}"
         try:
-            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
             raise KeyExists(f"{key} is being made by somebody else in {self._root}.") from None
         try:
@@ -102,7 +102,8 @@ class FolderStore:
                 raise KeyExists(f"{key} is already in {self._root}.")
             os.replace(temporary, path)
         finally:
-            claim.unlink(missing_ok=True)
+            with suppress(OSError):
+                claim.unlink(missing_ok=True)
 
     def append(self, key: str, line: bytes) -> None:
         path = self._path(key)

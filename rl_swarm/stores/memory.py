@@ -52,9 +52,10 @@ class MemoryStore:
 
     def move(self, key: str, target: str) -> None:
         with self._lock:
+            check_key(target)
             if check_key(key) not in self._values:
                 raise KeyMissing(f"{key} is not in the store.")
-            self._values[check_key(target)] = self._values.pop(key)
+            self._values[target] = self._values.pop(key)
 
 
 def _first_segment(rest: str) -> str:
