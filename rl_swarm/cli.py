@@ -256,17 +256,17 @@ def _metrics(args: argparse.Namespace) -> int:
         for row in rows:
             print(json.dumps(row))
     else:
-        columns = [
-            "round",
-            "node_id",
-            "my_reward",
-            "eval_reward",
-            "external_used",
-            "external_wanted",
-            "loss",
-            "entropy",
-        ]
-        table(columns, [[row.get(column, "") for column in columns] for row in rows[-args.last :]])
+        shown = {
+            "round": "round",
+            "node_id": "node",
+            "my_reward": "reward",
+            "eval_reward": "held out",
+            "external_used": "used",
+            "external_wanted": "wanted",
+            "loss": "loss",
+            "entropy": "entropy",
+        }
+        table(list(shown.values()), [[row.get(column, "") for column in shown] for row in rows[-args.last :]])
     return 0
 
 
@@ -314,6 +314,11 @@ def _experiment(args: argparse.Namespace) -> Experiment:
 # Flags
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+
 class _Parser(argparse.ArgumentParser):
     """Errors in one sentence, like those of settings."""
 
@@ -352,13 +357,20 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rl-swarm", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(prog="rl-swarm", description=DESCRIPTION, formatter_class=_Help)
     parser.add_argument("--version", action="version", version=f"rl-swarm {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        added = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        added = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", formatter_class=_Help)
         added.set_defaults(run=run)
+        return added
+
+    def runner(name: str, run: Callable[[argparse.Namespace], int], help: str, example: str) -> argparse.ArgumentParser:
+        added = verb(name, run, help)
+        # The full list of flags as a usage line would fill the screen before the first sentence.
+        added.usage = f"rl-swarm {name} [SETTINGS]"
+        added.epilog = f"example:\n  rl-swarm {name} {example}"
         return added
 
     def reader(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
@@ -372,15 +384,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--rounds", type=_positive, default=DEMO_ROUNDS, help=f"rounds of each run [{DEMO_ROUNDS}]")
     _add_settings(demo, ("gdrive_path", "seed", "model_name", "learning_rate"))
 
-    host = verb(
-        "host", _host, "run several nodes on this device as one program, with the coordinator if none is running"
+    host = runner(
+        "host",
+        _host,
+        "run several nodes on this device as one program, with the coordinator if none is running",
+        "--nodes 4 --model-name pico --num-transplant-trees 4 --max-rounds 50",
     )
-    host.add_argument(
-        "--nodes", type=_positive, required=True, help="how many; they are named NODE_ID_0, NODE_ID_1, ..."
-    )
+    host.add_argument("--nodes", type=_positive, required=True, help="how many; named NODE_ID_0, NODE_ID_1, ...")
     _add_settings(host)
-    _add_settings(verb("join", _join, "take part in an experiment with one node"))
-    _add_settings(verb("coordinate", _coordinate, "keep the clock of an experiment; loads no model"))
+    where = "--gdrive-path /mnt/shared --experiment-name first"
+    example = f"{where} --node-id laptop --model-name pico --num-transplant-trees 4"
+    _add_settings(runner("join", _join, "take part in an experiment with one node", example))
+    example = f"{where} --node-id clock --max-rounds 200"
+    _add_settings(runner("coordinate", _coordinate, "keep the clock of an experiment; loads no model", example))
 
     init = verb("init", _init, "make an experiment without starting anything")
     init.add_argument("experiment", help="its name")

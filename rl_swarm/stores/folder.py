@@ -163,6 +163,7 @@ class FolderStore:
             try:
                 os.replace(path, goal)
             except FileNotFoundError:
+                self._remove_empty_parents(goal)
                 raise KeyMissing(f"{key} is not in {self._root}.") from None
         self._remove_empty_parents(path)
 
