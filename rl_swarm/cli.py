@@ -30,7 +30,7 @@ Collective reinforcement learning of language models through a shared folder.
 Every setting is a flag and an environment variable (--num-generations, NUM_GENERATIONS).
 Exit codes: 0 done, 1 failed, 2 bad settings."""
 
-DEMO_NODES, DEMO_ROUNDS = 8, 120
+DEMO_NODES, DEMO_ROUNDS = 8, 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:

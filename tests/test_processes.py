@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,62 @@ def test_a_missing_parent_folder_is_one_clear_sentence(tmp_path: Path) -> None:
         assert code == 1
         assert output.count("\n") == 1
         assert "does not exist" in output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own that can be filled and made read-only."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a file system: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_read_only_disk_is_waited_for_and_no_round_is_lost(small_disk: Path) -> None:
+    def remount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
+
+    survive_trouble(small_disk, lambda: remount("ro"), lambda: remount("rw"), "read-only")
+
+
+def test_a_full_disk_is_waited_for_and_no_round_is_lost(small_disk: Path) -> None:
+    filler = small_disk / "filler"
+
+    def fill() -> None:
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+
+    survive_trouble(small_disk, fill, filler.unlink, "disk is full")
+
+
+def survive_trouble(disk: Path, harm: Callable[[], None], mend: Callable[[], None], said: str) -> None:
+    """A lone worker meets trouble in the middle of its run, says so, and goes on when it is over."""
+    env = environment(disk, MODEL_NAME="toy", MAX_ROUNDS=10_000, COORDINATOR_PACE="free")
+    with started(env, NODE_ROLE="worker", NODE_ID="solo") as node:
+        assert node.stdout is not None
+        until(lambda: len(metric_rows(trial(disk))) >= 3 if current_round(disk) >= 0 else False)
+        harm()
+        for line in node.stdout:
+            if said in line:
+                break
+        else:
+            pytest.fail("the node ended instead of waiting")
+        rows = metric_rows(trial(disk))
+        assert [row["round"] for row in rows] == list(range(len(rows))), "every line in the log is whole"
+        assert not list(disk.rglob(".tmp-*")) or said == "disk is full", "nothing half-written is left"
+        mend()
+        until(lambda: len(metric_rows(trial(disk))) >= len(rows) + 3)
+        node.send_signal(signal.SIGTERM)
+        assert ended(node)[0] == 0
+    rows = metric_rows(trial(disk))
+    assert [row["round"] for row in rows] == list(range(len(rows)))
+    assert not list(disk.rglob(".tmp-*"))
 
 
 def test_the_coordinator_process_never_loads_torch(tmp_path: Path) -> None:
