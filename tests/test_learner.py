@@ -25,7 +25,7 @@ LEARNING = Learning(learning_rate=1e-3, max_new_tokens=8, temperature=0.8)
 
 def make_policy(nodes: list[str], **changes: object) -> StackedPolicy:
     values = {field: getattr(LEARNING, field) for field in Learning.__dataclass_fields__}
-    return StackedPolicy(nodes, PICO_FOLDER, Learning(**(values | changes)))  # type: ignore[arg-type]
+    return StackedPolicy(nodes, PICO_FOLDER, Learning(**(values | changes)))
 
 
 def sampled_groups(
@@ -74,7 +74,7 @@ def naive_gradients(
                 ratio = torch.exp(logp - logp.detach())
                 total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
                 count += 1
-    (total / count).backward()
+    (total / count).backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -228,7 +228,7 @@ def test_stacked_adam_equals_torch_adam_with_a_clip_per_node() -> None:
 
 
 def test_a_checkpoint_brings_back_weights_and_optimiser_exactly() -> None:
-    note = {"run": "r", "node": "b", "seed": 1, "round": 3}
+    note: dict[str, str | int] = {"run": "r", "node": "b", "seed": 1, "round": 3}
     policy = make_policy(["a", "b"])
     groups = sampled_groups(policy, ["a", "b"])
     policy.update(groups)
@@ -242,7 +242,7 @@ def test_a_checkpoint_brings_back_weights_and_optimiser_exactly() -> None:
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_and_changes_nothing() -> None:
-    note = {"run": "r", "node": "a", "seed": 1, "round": 3}
+    note: dict[str, str | int] = {"run": "r", "node": "a", "seed": 1, "round": 3}
     policy = make_policy(["a"])
     saved = policy.save("a", note)
     before = policy.node_weights("a")

@@ -108,11 +108,12 @@ def test_five_processes_finish_and_validation_sees_what_is_taken_away(tmp_path: 
     passed = validate(root, 3, 5, 2)
     assert passed.returncode == 0, passed.stdout
     folder = root / "experiments" / "trial"
-    for path, damage, reason in [
+    damages: list[tuple[Path, Callable[[Path], None], str]] = [
         (folder / "rollouts/round_1/stage_0/worker_2.json", Path.unlink, "no rollout file of worker_2"),
         (folder / "rewards/round_2/stage_0/worker_4.json", Path.unlink, "no reward of worker_4"),
         (folder / "logs/worker_3/metrics.jsonl", remove_a_row, "0 metrics rows of worker_3"),
-    ]:
+    ]
+    for path, damage, reason in damages:
         before = path.read_bytes()
         damage(path)
         failed = validate(root, 3, 5, 2)
@@ -294,7 +295,6 @@ def survive_trouble(disk: Path, harm: Callable[[], None], mend: Callable[[], Non
             pytest.fail("the node ended instead of waiting")
         rows = metric_rows(trial(disk))
         assert [row["round"] for row in rows] == list(range(len(rows))), "every line in the log is whole"
-        assert not list(disk.rglob(".tmp-*")) or said == "disk is full", "nothing half-written is left"
         mend()
         until(lambda: len(metric_rows(trial(disk))) >= len(rows) + 3)
         node.send_signal(signal.SIGTERM)
