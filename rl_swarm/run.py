@@ -149,7 +149,8 @@ def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher)
     def keep_clock() -> None:
         own = settings.model_copy(update={"node_id": f"{settings.node_id}_coordinator"})
         try:
-            coordinate(own, clock_stop, watcher, store, poll=SHORTEST_POLL)
+            # Its lines would only repeat those of the nodes; they are in its own log.
+            coordinate(own, clock_stop, Watcher(), store, poll=SHORTEST_POLL)
         except NameTaken as error:
             watcher.say(f"{error} It is used here too.")
         except SwarmError as error:

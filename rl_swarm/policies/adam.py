@@ -21,16 +21,16 @@ class StackedAdam:
         self.weights = weights
         self.first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        sample = next(iter(weights.values()))
-        self.steps_K = torch.zeros(sample.shape[0], dtype=torch.float64, device=sample.device)
+        # One number per node: kept on the CPU, where float64 always exists.
+        self.steps_K = torch.zeros(next(iter(weights.values())).shape[0], dtype=torch.float64)
 
     @torch.no_grad()
     def step(
         self, gradients: Weights, active_K: Tensor, learning_rate: float, max_norm: float
     ) -> tuple[Tensor, Tensor]:
         """Update the active nodes in place, using up the gradients; returns each node's norm and whether it moved."""
-        squares_K = torch.stack([gradient.flatten(1).square().sum(1).double() for gradient in gradients.values()])
-        norm_K = squares_K.sum(0).sqrt()
+        squares_K = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()])
+        norm_K = squares_K.cpu().double().sum(0).sqrt()
         moved_K = active_K & norm_K.isfinite()
         self.steps_K += moved_K
         steps_K = self.steps_K.clamp(min=1)
@@ -44,7 +44,7 @@ class StackedAdam:
             weight, first, second = self.weights[name], self.first[name], self.second[name]
 
             def spread(value_K: Tensor, like: Tensor = weight) -> Tensor:
-                return value_K.to(like.dtype).view(-1, *(1,) * (like.dim() - 1))
+                return value_K.to(like.dtype).to(like.device).view(-1, *(1,) * (like.dim() - 1))
 
             for k in still:
                 gradient[k] = 0.0

@@ -89,7 +89,7 @@ class StackedPolicy:
         self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int]
     ) -> dict[str, list[tuple[Rollout, ...]]]:
         learning = self._learning
-        encoded = [[self._tokens.encode(prompt) for prompt in prompts[node]] for node in self._nodes]
+        encoded = [[self._tokens.encode_prompt(prompt) for prompt in prompts[node]] for node in self._nodes]
         longest = max(len(ids) for node in encoded for ids in node)
         if longest + learning.max_new_tokens > self._shape.context:
             raise ModelError(
@@ -130,7 +130,7 @@ class StackedPolicy:
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         prepared = [self._prepare(node, batches[node]) for node in self._nodes]
         gradients, figures = self._gradients(prepared)
-        active_K = torch.tensor([bool(batch.sequences) for batch in prepared], device=self._device)
+        active_K = torch.tensor([bool(batch.sequences) for batch in prepared])
         norm_K, moved_K = self._adam.step(
             gradients, active_K, self._learning.learning_rate, self._learning.max_grad_norm
         )
@@ -175,7 +175,7 @@ class StackedPolicy:
     def _prepare(self, node: str, groups: Sequence[ScoredGroup]) -> _Batch:
         batch = _Batch([], 0, 0)
         for scored in groups:
-            prompt = self._tokens.encode(scored.group.question.prompt)
+            prompt = self._tokens.encode_prompt(scored.group.question.prompt)
             foreign = scored.group.node != node
             for rollout, advantage in zip(scored.group.rollouts, scored.advantages, strict=True):
                 completion = rollout.token_ids or self._encode_completion(rollout)
@@ -257,11 +257,11 @@ class StackedPolicy:
         loss_K.sum().backward()  # type: ignore[no-untyped-call]
 
         gap_K = ((logp.detach() - sampled_KSC).abs() * real_KSC).nan_to_num(0.0).amax((1, 2))
-        sums["gap"] = torch.maximum(sums["gap"], gap_K.double().cpu())
-        sums["loss"] += loss_K.detach().double().cpu()
-        sums["entropy"] += (entropy.detach() * real_KSC).sum((1, 2)).double().cpu()
-        sums["clipped"] += (clipped_KSC * real_KSC).sum((1, 2)).double().cpu()
-        sums["seen"] += real_KSC.sum((1, 2)).double().cpu()
+        sums["gap"] = torch.maximum(sums["gap"], gap_K.cpu().double())
+        sums["loss"] += loss_K.detach().cpu().double()
+        sums["entropy"] += (entropy.detach() * real_KSC).sum((1, 2)).cpu().double()
+        sums["clipped"] += (clipped_KSC * real_KSC).sum((1, 2)).cpu().double()
+        sums["seen"] += real_KSC.sum((1, 2)).cpu().double()
 
     def _compute_weights(self, weights: Weights) -> Weights:
         """The weights in the compute type; float32 masters stay what they are."""
@@ -278,7 +278,7 @@ class StackedPolicy:
         state: dict[str, object] = {
             part: {name: tensor[k].cpu().clone() for name, tensor in tensors.items()} for part, tensors in parts.items()
         }
-        torch.save({**state, "steps": self._adam.steps_K[k].cpu().clone(), "note": dict(note)}, buffer)
+        torch.save({**state, "steps": self._adam.steps_K[k].clone(), "note": dict(note)}, buffer)
         return buffer.getvalue()
 
     def load(self, node: str, saved: bytes, expected: CheckpointNote) -> None:

@@ -30,8 +30,13 @@ class Tokens:
     def size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
+        """With the token that begins a text, for models that want one."""
         return list(self._tokenizer.encode(text).ids)
+
+    def encode(self, text: str) -> list[int]:
+        """The text alone, as a completion continues it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion; a final end-of-text token leaves no trace in it."""
