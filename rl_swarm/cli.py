@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_swarm import __version__, settings
-from rl_swarm.errors import KeyMissing, MalformedRecord, SettingsError, SwarmError
+from rl_swarm.errors import (
+    ExperimentMissing,
+    ExperimentReplaced,
+    KeyMissing,
+    MalformedRecord,
+    SettingsError,
+    SwarmError,
+)
 from rl_swarm.experiment import Experiment, PublishedFile, create_experiment, list_experiments, open_experiment
 from rl_swarm.protocols import Store
 from rl_swarm.settings import Settings
@@ -55,7 +62,10 @@ def exit_code(body: Callable[[], int]) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"rl-swarm: {sentence}", file=sys.stderr)
+    from rl_swarm.monitor.screen import visible
+
+    # What is wrong may have been written by a peer: its machine's name, for one.
+    print(f"rl-swarm: {visible(sentence)}", file=sys.stderr)
     return code
 
 
@@ -156,10 +166,14 @@ def _list(args: argparse.Namespace) -> int:
     from rl_swarm.monitor.status import is_active
 
     store = _store(args)
-    rows = []
+    rows: list[list[object]] = []
     for name in list_experiments(store):
-        experiment = open_experiment(store, name)
-        state, peers = experiment.state(), experiment.peers().known
+        try:
+            experiment = open_experiment(store, name)
+            state, peers = experiment.state(), experiment.peers().known
+        except (MalformedRecord, ExperimentMissing, ExperimentReplaced):
+            rows.append([name, "unreadable", "", "", "", ""])
+            continue
         stage = "not started" if state is None else "finished" if state.finished else "running"
         made = time.strftime("%Y-%m-%d %H:%M", time.gmtime(experiment.birth.created))
         rows.append([name, stage, state.round if state else 0, sum(map(is_active, peers.values())), len(peers), made])
@@ -350,10 +364,9 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None =
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("it must be 1 or more")
-    return number
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number of 1 or more")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -108,6 +108,19 @@ class PublishedFile(NamedTuple):
     part: int | None
 
 
+class MetricsRow(msgspec.Struct, frozen=True):
+    """What readers rely on in a metrics row; there is more in it. A line without this counts as unreadable."""
+
+    round: int
+    stage: int
+    node_id: str
+    my_reward: float
+    external_wanted: int
+    external_used: int
+    external_missing: dict[str, int]
+    eval_reward: float | None = None
+
+
 class Log(NamedTuple):
     """The rows of a log, and how many of its lines could not be read."""
 
@@ -247,7 +260,10 @@ class Experiment:
         self.store.append(self._key(f"logs/{node}/metrics.jsonl"), _encode(row))
 
     def metrics(self, node: str) -> Log:
-        return self._log(node, "metrics.jsonl")
+        """The rows this node wrote about itself. Other nodes read them too, so their kind is checked."""
+        log = self._log(node, "metrics.jsonl")
+        rows = [row for row in log.rows if _is_metrics_row(row, node)]
+        return Log(rows, log.unreadable + len(log.rows) - len(rows))
 
     def append_event(self, node: str, event: Mapping[str, Any]) -> None:
         self.store.append(self._key(f"logs/{node}/training_events.jsonl"), _encode(event))
@@ -267,6 +283,8 @@ class Experiment:
             data = self.store.get(self._key(f"logs/{check_name(node)}/{name}"), MAX_LOG_BYTES)
         except KeyMissing:
             return Log([], 0)
+        except MalformedRecord:
+            return Log([], 1)  # no file at all, or an endless one
         rows: list[dict[str, Any]] = []
         unreadable = 0
         # What follows the last newline is a line still being written.
@@ -302,9 +320,14 @@ class Experiment:
         """Remove everything, the birth record last: an interrupted deletion can be repeated. Returns how many keys."""
         keys = [*self.store.keys(self._root), *self.store.keys(f"archives/{self.name}/")]
         birth = self._key("experiment.json")
+        deleted = 0
         for key in sorted(keys, key=lambda key: key == birth):
-            self.store.delete(key)
-        return len(keys)
+            try:
+                self.store.delete(key)
+                deleted += 1
+            except ValueError:
+                continue  # no name of ours: somebody planted it, and without a birth record nobody will look at it
+        return deleted
 
     def _key(self, rest: str) -> str:
         return self._root + rest
@@ -315,7 +338,7 @@ def create_experiment(
 ) -> Experiment:
     birth = Birth(secrets.token_hex(8), check_name(name), timestamp, __version__, dict(settings), made_by)
     try:
-        store.create(f"experiments/{name}/experiment.json", _encode(birth))
+        store.create(_birth_key(name), _encode(birth))
     except KeyExists:
         raise ExperimentExists(f"Experiment {name} exists already; delete it first or choose another name.") from None
     return Experiment(store, birth)
@@ -325,17 +348,29 @@ def open_experiment(store: Store, name: str) -> Experiment:
     if not _is_name(name):
         raise ExperimentMissing(f"{name!r} cannot be an experiment's name.")
     try:
-        data = store.get(f"experiments/{name}/experiment.json", MAX_RECORD_BYTES)
+        data = store.get(_birth_key(name), MAX_RECORD_BYTES)
     except KeyMissing:
         others = list_experiments(store)
         hint = f"there are: {', '.join(others[:8])}" if others else "there is none at all yet"
         raise ExperimentMissing(f"There is no experiment {name} in this store ({hint}).") from None
-    return Experiment(store, _decode(data, Birth))
+    # The folder's name counts: in a copied folder the record still has the old one, and would lead back to it.
+    return Experiment(store, msgspec.structs.replace(_decode(data, Birth), name=name))
 
 
 def list_experiments(store: Store) -> list[str]:
     names = (key.rstrip("/").rpartition("/")[2] for key in store.keys("experiments/", shallow=True))
-    return [name for name in names if _is_name(name) and list(store.keys(f"experiments/{name}/experiment.json"))]
+    return [name for name in names if _is_name(name) and _birth_key(name) in store.keys(_birth_key(name))]
+
+
+def _birth_key(name: str) -> str:
+    return f"experiments/{name}/experiment.json"
+
+
+def _is_metrics_row(row: Mapping[str, Any], node: str) -> bool:
+    try:
+        return msgspec.convert(row, MetricsRow).node_id == node
+    except msgspec.ValidationError:
+        return False
 
 
 def _is_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rl_swarm.demo import Arm
 from rl_swarm.monitor.figures import sparkline
-from rl_swarm.monitor.screen import console, say
+from rl_swarm.monitor.screen import console, say, visible
 from rl_swarm.run import Watcher
 from rl_swarm.types import Step
 
@@ -40,7 +40,7 @@ class RoundLines(Watcher):
             yield
 
     def say(self, line: str) -> None:
-        console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(line)}")
+        console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(visible(line))}")
 
     def rows(self, step: Step, rows: dict[str, dict[str, Any]]) -> None:
         values = list(rows.values())

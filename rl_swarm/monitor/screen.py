@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 # Lines are never broken by us: a log or a pipe keeps them whole, a terminal wraps them itself.
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+console = Console(highlight=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def say(line: str) -> None:
-    console.print(escape(line))
+    console.print(escape(visible(line)))
 
 
 def visible(text: str) -> str:

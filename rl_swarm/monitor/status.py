@@ -40,9 +40,9 @@ def experiment_status(experiment: Experiment) -> dict[str, Any]:
 
 def metric_rows(experiment: Experiment, node: str | None = None) -> list[dict[str, Any]]:
     """All metrics rows, ordered by step and node."""
-    nodes = experiment.logged_nodes() if node is None else [node]
+    nodes = [name for name in experiment.logged_nodes() if node in (None, name)]
     rows = [row for name in nodes for row in experiment.metrics(name).rows]
-    return sorted(rows, key=lambda row: (row.get("round", 0), row.get("stage", 0), str(row.get("node_id", ""))))
+    return sorted(rows, key=lambda row: (row["round"], row["stage"], row["node_id"]))
 
 
 def cumulative_rewards(experiment: Experiment) -> dict[str, list[float]]:

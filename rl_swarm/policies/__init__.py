@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,10 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
     if settings.model_name == "toy":
         return ToyPolicy(nodes, settings.learning_rate)
     folder = model_folder(settings.model_name, settings.huggingface_access_token)
+
+    # Read once, when torch loads: threads that wait give up their core. Spinning ones made rounds up to ten times
+    # slower as soon as anything else ran on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from rl_swarm.policies.stacked import Learning, StackedPolicy, pick_device
 
