@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rl_swarm.codec import ReceivedGroup, groups_of
+from rl_swarm.codec import MAX_GROUPS, ReceivedGroup, groups_of
 from rl_swarm.errors import KeyMissing, MalformedRecord
 from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.protocols import Task
@@ -39,7 +39,11 @@ class PeerReader:
         """The groups of one peer's files of one step."""
         total = Gathered()
         seen: set[object] = set()
-        for file in sorted(files):
+        ordered = sorted(files)
+        if len(ordered) > MAX_GROUPS:
+            # A file per question is the most an honest peer publishes.
+            total.rejected["too_many_files"] = len(ordered) - MAX_GROUPS
+        for file in ordered[:MAX_GROUPS]:
             gathered = self._read_file(file)
             total.rejected += gathered.rejected
             for scored in gathered.groups:

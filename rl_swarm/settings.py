@@ -58,6 +58,13 @@ def _tasks(value: str) -> str:
     return value
 
 
+def _model(value: str) -> str:
+    # A path may be one of another machine: the coordinator reads the same settings and loads no model.
+    if value not in ("pico", "toy") and "/" not in value and not (value and Path(value).is_dir()):
+        raise ValueError("allowed: a Hub id (owner/name), a folder, pico or toy")
+    return value
+
+
 Name = Annotated[str, AfterValidator(check_name)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -84,7 +91,7 @@ class Settings(BaseSettings):
     node_id: Name = _setting(
         "", "where", "This node's name, unique in the experiment.", "node_ and 8 random hex digits"
     )
-    model_name: str = _setting(
+    model_name: Annotated[str, AfterValidator(_model)] = _setting(
         DEFAULT_MODEL, "where", "A Hub id, a local folder, pico (embedded) or toy (no model at all, for trials)."
     )
     device: Annotated[str, _one_of("auto", "cuda", "mps", "cpu")] = _setting(
@@ -114,7 +121,9 @@ class Settings(BaseSettings):
     )
 
     # Sharing
-    num_train_samples: Positive = _setting(8, "sharing", "I: own questions a round.", "8 (test mode: 4)")
+    num_train_samples: Annotated[int, Field(ge=1, le=256)] = _setting(
+        8, "sharing", "I: own questions a round.", "8 (test mode: 4)"
+    )
     num_transplant_trees: Count = _setting(0, "sharing", "J: peers' groups a round; 0 means no sharing.")
     num_generations: Annotated[int, Field(ge=2, le=256)] = _setting(
         8, "sharing", "G: completions a question, at least 2.", "8 (test mode: 4)"
@@ -206,8 +215,10 @@ class Settings(BaseSettings):
                 "ROLLOUT_PUBLISH_FREQUENCY='round' is not allowed with ROLLOUT_STALENESS=0: files appear after the "
                 "update, so peers can only use them a round later; set ROLLOUT_STALENESS to 1 or more"
             )
-        if self.kl_beta or self.lora_rank or self.adaptive_ij_enabled:
-            raise ValueError("KL_BETA, LORA_RANK and ADAPTIVE_IJ_ENABLED are not in this version; leave them unset")
+        absent = {"KL_BETA": self.kl_beta, "LORA_RANK": self.lora_rank, "ADAPTIVE_IJ_ENABLED": self.adaptive_ij_enabled}
+        for name, value in absent.items():
+            if value:
+                raise ValueError(f"{name}={value!r} is not allowed: this version does not have it; leave it unset")
         return self
 
 
