@@ -16,8 +16,8 @@ from rich.table import Table
 from rl_swarm.demo import Arm
 from rl_swarm.monitor.figures import sparkline
 from rl_swarm.monitor.screen import console, say, visible
-from rl_swarm.run import Watcher
 from rl_swarm.types import Step
+from rl_swarm.waiting import Watcher
 
 
 class RoundLines(Watcher):

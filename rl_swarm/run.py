@@ -16,54 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from rl_swarm import __version__
-from rl_swarm.checkpoints import restore, write_checkpoints
+from rl_swarm.checkpoints import restore
 from rl_swarm.coordinator import Coordinator
 from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, StoreUnavailable, SwarmError
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
+from rl_swarm.heart import Heart, claim_name, claim_seat
 from rl_swarm.host import Host
-from rl_swarm.lease import BEATS_PER_LEASE, Lease, Watch, claim
 from rl_swarm.policies import open_policy
 from rl_swarm.protocols import Store
+from rl_swarm.rounds import Rounds
 from rl_swarm.settings import Settings, public
 from rl_swarm.stores import open_store
 from rl_swarm.stores.patient import PatientStore
 from rl_swarm.tasks import open_tasks
-from rl_swarm.types import Step
+from rl_swarm.waiting import LONGEST_POLL, SHORTEST_POLL, Stop, Watcher
 
-SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
 LONGEST_RETRY = 15.0
-REMINDER_SECONDS = 60.0
-
-
-class Stop:
-    """The wish to end, from a signal or from another thread."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def request(self) -> None:
-        self._event.set()
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
-
-    def pause(self, seconds: float) -> None:
-        """Sleep, but wake up at once when asked to end."""
-        self._event.wait(seconds)
-
-
-class Watcher:
-    """What a run tells its user: lines to say, and the metrics rows of each finished step. Override what you need."""
-
-    def say(self, line: str) -> None:
-        pass
-
-    def rows(self, step: Step, rows: dict[str, dict[str, Any]]) -> None:
-        pass
 
 
 @contextmanager
@@ -84,9 +54,6 @@ def ending_on_signals(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# The verbs
-
-
 def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher, store: Store | None = None) -> None:
     """Take part with these nodes until the experiment is finished or a stop is requested."""
     plain = store or open_store(settings.gdrive_path, create=True)
@@ -94,8 +61,8 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
     if found is None:
         return
     with ExitStack() as stack:
-        leases = [_claim_name(stack, found, node, "worker", settings, stop) for node in nodes]
-        heart = stack.enter_context(_Heart(leases, settings.lease_seconds, stop))
+        leases = [claim_name(stack, found, node, "worker", settings, stop) for node in nodes]
+        heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         say = _logged(watcher, experiment, nodes)
         say(f"{', '.join(nodes)} joined {experiment.name} (rl-swarm {__version__}); loading {settings.model_name}")
@@ -105,7 +72,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         done = restore(host, say)
         for lease in leases:
             heart.beat(lease, done, done)
-        _Rounds(host, leases, heart, done, stop, say, watcher).run()
+        Rounds(host, leases, heart, done, stop, say, watcher).run()
         heart.check()
 
 
@@ -115,9 +82,9 @@ def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | 
     found = _open_or_create(plain, settings, watcher)
     name = settings.node_id
     with ExitStack() as stack:
-        seat = _claim_seat(stack, found, settings, stop)
-        lease = _claim_name(stack, found, name, "coordinator", settings, stop)
-        heart = stack.enter_context(_Heart([seat, lease], settings.lease_seconds, stop))
+        seat = claim_seat(stack, found, settings, stop)
+        lease = claim_name(stack, found, name, "coordinator", settings, stop)
+        heart = stack.enter_context(Heart([seat, lease], settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         coordinator = Coordinator(experiment, name, settings, time.time, time.monotonic)
         say = _logged(watcher, experiment, [name])
@@ -168,191 +135,6 @@ def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher)
         thread.join()
     if failure:
         raise failure[0]
-
-
-# The rounds of a worker
-
-
-class _Rounds:
-    """Wait for a step, share, wait for the peers, learn, and again."""
-
-    def __init__(
-        self,
-        host: Host,
-        leases: Sequence[Lease],
-        heart: _Heart,
-        done: Step | None,
-        stop: Stop,
-        say: Callable[[str], None],
-        watcher: Watcher,
-    ) -> None:
-        self._host, self._leases, self._heart, self._done = host, leases, heart, done
-        self._stop, self._say, self._watcher = stop, say, watcher
-        self._settings = host.settings
-        self._watch = Watch(host.settings.lease_seconds, time.monotonic)
-        self._free = host.settings.coordinator_pace == "free"
-        self._saved: int | None = None
-
-    def run(self) -> None:
-        while (step := self._next_step()) is not None:
-            self._heart.check()
-            began = time.monotonic()
-            skipped = self._skipped(step)
-            shared = self._host.share(step)
-            self._beat(shared=step)
-            waited = self._await_peers(step, began)
-            shared.seconds["wait"] = waited
-            rows = self._host.learn(step, shared, self._peer_steps() if self._free else None, skipped)
-            self._done = step
-            self._beat(learned=step)
-            self._watcher.rows(step, rows)
-            if step.stage == self._settings.max_stages - 1 and self._is_checkpointed(step.round):
-                self._checkpoint()
-        if self._done is not None and self._saved != self._done.round:
-            self._checkpoint()
-
-    def _next_step(self) -> Step | None:
-        """The step to do next, as soon as it is time; None when there is none or a stop was requested."""
-        if self._free:
-            step = self._following(self._done)
-            return None if self._stop.requested or step.round >= self._settings.max_rounds else step
-        poll, began, reminded = SHORTEST_POLL, time.monotonic(), 0.0
-        while not self._stop.requested:
-            state = self._host.experiment.state()
-            if state is not None and (self._done is None or state.step > self._done) and not state.finished:
-                return state.step if state.round < self._settings.max_rounds else None
-            if state is not None and state.finished:
-                return None
-            waited = time.monotonic() - began
-            if waited - reminded > max(REMINDER_SECONDS, self._settings.coordinator_round_interval):
-                reminded = waited
-                self._say(f"still waiting after {waited:.0f} s: no new round. Is the coordinator running?")
-            self._stop.pause(poll)
-            poll = min(LONGEST_POLL, poll * 1.3)
-        return None
-
-    def _following(self, done: Step | None) -> Step:
-        if done is None:
-            return Step(0)
-        if done.stage + 1 < self._settings.max_stages:
-            return Step(done.round, done.stage + 1)
-        return Step(done.round + 1)
-
-    def _skipped(self, step: Step) -> int:
-        expected = self._following(self._done)
-        # A node that joins late has skipped nothing: those rounds were never its own.
-        missed = 0 if self._done is None else max(0, step.round - expected.round)
-        if missed:
-            self._say(f"skipped {missed} round{'' if missed == 1 else 's'}: the swarm is at round {step.round}")
-        return missed
-
-    def _await_peers(self, step: Step, began: float) -> float:
-        """Let the others publish: until every live worker has, the clock moves on, or half the round is over."""
-        settings = self._settings
-        if self._free or settings.num_transplant_trees == 0 or settings.rollout_publish_frequency == "round":
-            return 0.0
-        start, poll = time.monotonic(), SHORTEST_POLL
-        while not self._stop.requested and time.monotonic() - began < settings.coordinator_round_interval / 2:
-            peers = self._host.experiment.peers().known.values()
-            workers = [peer for peer in peers if peer.node_role == "worker" and peer.peer_id not in self._host.nodes]
-            if all(
-                peer.shared is not None and Step(*peer.shared) >= step for peer in workers if self._watch.live(peer)
-            ):
-                break
-            state = self._host.experiment.state()
-            if state is not None and state.step > step:
-                break
-            self._stop.pause(poll)
-            poll = min(LONGEST_POLL, poll * 1.3)
-        return time.monotonic() - start
-
-    def _peer_steps(self) -> dict[str, Step]:
-        peers = self._host.experiment.peers().known
-        return {node: Step(*peer.shared) for node, peer in peers.items() if peer.shared is not None}
-
-    def _beat(self, *, shared: Step | None = None, learned: Step | None = None) -> None:
-        for lease in self._leases:
-            self._heart.beat(lease, shared, learned)
-
-    def _is_checkpointed(self, round: int) -> bool:
-        every = self._settings.checkpoint_interval
-        return every > 0 and (round + 1) % every == 0
-
-    def _checkpoint(self) -> None:
-        assert self._done is not None
-        write_checkpoints(self._host, self._done.round)
-        self._saved = self._done.round
-
-
-# Names and their upkeep
-
-
-class _Heart:
-    """A thread that keeps the beats going while a round takes its time. A lost name stops the run."""
-
-    def __init__(self, leases: Sequence[Lease], lease_seconds: float, stop: Stop) -> None:
-        self._leases, self._pause, self._stop = leases, lease_seconds / BEATS_PER_LEASE, stop
-        self._ended = threading.Event()
-        self._failure: SwarmError | None = None
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
-        self.missed = 0
-
-    def __enter__(self) -> _Heart:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def check(self) -> None:
-        """Raise in the working thread what went wrong in this one."""
-        if self._failure is not None:
-            raise self._failure
-
-    def beat(self, lease: Lease, shared: Step | None = None, learned: Step | None = None) -> None:
-        """One beat. Where the store does not take it, the next one carries the same news."""
-        try:
-            lease.beat(shared=shared, learned=learned)
-        except StoreUnavailable:
-            self.missed += 1
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._pause):
-            try:
-                for lease in self._leases:
-                    self.beat(lease)
-            except SwarmError as error:
-                self._failure = error
-                self._stop.request()
-                return
-
-
-def _claim_name(
-    stack: ExitStack, experiment: Experiment, node: str, role: str, settings: Settings, stop: Stop
-) -> Lease:
-    return _claim(stack, experiment, experiment.peer_key(node), node, role, settings, stop)
-
-
-def _claim_seat(stack: ExitStack, experiment: Experiment, settings: Settings, stop: Stop) -> Lease:
-    key = experiment.coordinator_key()
-    return _claim(stack, experiment, key, settings.node_id, "coordinator", settings, stop)
-
-
-def _claim(
-    stack: ExitStack, experiment: Experiment, key: str, node: str, role: str, settings: Settings, stop: Stop
-) -> Lease:
-    model = "" if role == "coordinator" else settings.model_name
-    lease = claim(experiment, key, node, role, model, time.time(), settings.lease_seconds, time.monotonic, stop.pause)
-    stack.callback(_release, lease)
-    return lease
-
-
-def _release(lease: Lease) -> None:
-    try:
-        lease.release()
-    except (StoreUnavailable, ExperimentMissing):
-        pass  # nowhere to write it: the lease runs out by itself
 
 
 # Finding the experiment

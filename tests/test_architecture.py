@@ -21,15 +21,18 @@ LAYERS = [
     {"stores", "policies", "models.pico"},
     {"experiment"},
     {"lease", "gathering", "plan", "prune"},
-    {"host", "coordinator", "checkpoints", "monitor"},
-    {"export", "simulate", "run"},
+    {"host", "coordinator", "monitor", "waiting"},
+    {"checkpoints", "heart"},
+    {"export", "simulate", "rounds"},
+    {"run"},
     {"demo"},
     {"live"},
+    {"verbs"},
     {"cli"},
 ]
-TORCH_FREE = ["rl_swarm", "rl_swarm.coordinator", "rl_swarm.run", "rl_swarm.cli", "rl_swarm.export", "rl_swarm.live"]
+TORCH_FREE = ["rl_swarm", "rl_swarm.coordinator", "rl_swarm.run", "rl_swarm.cli", "rl_swarm.verbs", "rl_swarm.live"]
 TORCH_FREE += ["rl_swarm.monitor.status", "rl_swarm.monitor.validate", "rl_swarm.monitor.screen", "rl_swarm.demo"]
-TORCH_FREE += ["rl_swarm.simulate", "rl_swarm.policies.toy", "rgym_exp.runner.swarm_launcher"]
+TORCH_FREE += ["rl_swarm.simulate", "rl_swarm.export", "rl_swarm.policies.toy", "rgym_exp.runner.swarm_launcher"]
 
 
 def module_name(path: Path) -> str:

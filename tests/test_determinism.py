@@ -70,7 +70,7 @@ def test_sharing_changes_the_weights_after_one_round_and_every_row_accounts_for_
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from rl_swarm import run, settings
+from rl_swarm import run, settings, waiting
 from rl_swarm.stores.folder import FolderStore
 
 class Killing(FolderStore):
@@ -87,7 +87,7 @@ class Killing(FolderStore):
 loaded = settings.load()
 store = Killing(Path(loaded.gdrive_path))
 nodes = os.environ["NODES"].split()
-run.work(loaded, nodes, run.Stop(), run.Watcher(), store)
+run.work(loaded, nodes, waiting.Stop(), waiting.Watcher(), store)
 print("writes left", Killing.writes)
 """
 # So that there is something to share: a peer whose files lie there before the worker starts.

@@ -307,9 +307,9 @@ def survive_trouble(disk: Path, harm: Callable[[], None], mend: Callable[[], Non
 def test_the_coordinator_process_never_loads_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "from rl_swarm import run, settings\n"
-        "stop = run.Stop()\n"
-        "class Once(run.Watcher):\n"
+        "from rl_swarm import run, settings, waiting\n"
+        "stop = waiting.Stop()\n"
+        "class Once(waiting.Watcher):\n"
         "    def say(self, line):\n"
         "        if 'live worker' in line: stop.request()\n"
         "run.coordinate(settings.load({'node_id': 'clock'}), stop, Once())\n"

@@ -301,6 +301,8 @@ def check_refusal(capsys: pytest.CaptureFixture[str], name: str, value: str, all
     assert list(Path().iterdir()) == []
 
 
+# Were such a value taken, the command would wait for an experiment, or for workers, for ever.
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD_VALUES, ids=lambda value: repr(value)[:40])
 def test_a_bad_value_is_one_sentence_and_exit_code_2_by_variable_and_by_flag(
     name: str, value: str, allowed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from rl_swarm import settings
-from rl_swarm.cli import exit_code, launch
+from rl_swarm.cli import exit_code
+from rl_swarm.verbs import launch
 
 
 def main() -> int:
