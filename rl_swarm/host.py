@@ -158,7 +158,9 @@ class Host:
             return _Available(files, rejected)
         if peer_steps is None:
             oldest = max(0, step.round - self.settings.rollout_staleness)
-            window = [Step(round, step.stage) for round in range(step.round, oldest - 1, -1)]
+            # Published after the update means for the next round: else it would matter who of two learns first.
+            newest = step.round - (self.settings.rollout_publish_frequency == "round")
+            window = [Step(round, step.stage) for round in range(newest, oldest - 1, -1)]
         else:
             window = sorted(set(peer_steps.values()), reverse=True)
         for wanted in window:

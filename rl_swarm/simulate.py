@@ -35,15 +35,16 @@ def simulate(
         rows: dict[str, dict[str, Any]] = {}
         for host, mine in zip(hosts, shared, strict=True):
             rows |= host.learn(step, mine)
+        _register(experiment, hosts, clock(), left=False, learned=step)
         every += rows.values()
         on_step(step, rows)
     experiment.write_state(State(experiment.run, rounds - 1, stages - 1, clock(), SIMULATOR, finished=True))
-    _register(experiment, hosts, clock(), left=True, learned=(rounds - 1, stages - 1))
+    _register(experiment, hosts, clock(), left=True, learned=Step(rounds - 1, stages - 1))
     return every
 
 
 def _register(
-    experiment: Experiment, hosts: Sequence[Host], timestamp: float, left: bool, learned: tuple[int, int] | None = None
+    experiment: Experiment, hosts: Sequence[Host], timestamp: float, left: bool, learned: Step | None = None
 ) -> None:
     for host in hosts:
         for node in host.nodes:

@@ -1,0 +1,76 @@
+"""The values: advantages by hand, and when a group has something to teach."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from rl_swarm.types import SAME_REWARD, GroupName, Question, QuestionName, Rollout, RolloutGroup, ScoredGroup, Step
+
+QUESTION = Question(QuestionName("arithmetic/sum", "v1", 1, 0), "1+1=", "2")
+
+
+def scored(*rewards: float) -> ScoredGroup:
+    rollouts = tuple(Rollout(str(reward)) for reward in rewards)
+    return ScoredGroup(RolloutGroup("ada", Step(3, 1), "0", QUESTION, rollouts), rewards)
+
+
+def test_advantages_are_those_worked_out_by_hand() -> None:
+    # Mean 1/4; squared deviations 9/16 and three times 1/16, together 12/16, by n - 1 = 3: 1/4; deviation 1/2.
+    assert scored(1.0, 0.0, 0.0, 0.0).advantages == pytest.approx((1.5, -0.5, -0.5, -0.5))
+    # Mean 1/2; deviations of 1/2 each, squared and summed 1, by 3: 1/3; its root is 0.57735.
+    assert scored(1.0, 0.0, 1.0, 0.0).advantages == pytest.approx((0.8660254, -0.8660254, 0.8660254, -0.8660254))
+    # Two siblings: mean 1/2, squared deviations 1/4 + 1/4, by 1: 1/2; its root is 0.70711.
+    assert scored(0.0, 1.0).advantages == pytest.approx((-0.7071068, 0.7071068))
+    assert scored(1.0, 0.0, 0.0, 0.0).mean_reward == 0.25
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
+def test_siblings_of_one_reward_teach_nothing(reward: float) -> None:
+    group = scored(reward, reward, reward)
+    assert not group.informative
+    assert group.advantages == (0.0, 0.0, 0.0)
+
+
+def test_a_difference_of_rounding_is_no_difference() -> None:
+    assert scored(0.5, 0.5 + SAME_REWARD / 2).advantages == (0.0, 0.0)
+    assert scored(0.5, 0.5 + SAME_REWARD * 2).informative
+
+
+@hypothesis_settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=2, max_size=16))
+def test_advantages_sum_to_nothing_keep_the_order_and_never_explode(rewards: list[float]) -> None:
+    group = scored(*rewards)
+    advantages = group.advantages
+    assert len(advantages) == len(rewards)
+    assert sum(advantages) == pytest.approx(0, abs=1e-6)
+    assert group.informative == any(advantages) == (len(set(rewards)) > 1)
+    assert max(map(abs, advantages)) <= len(rewards) ** 0.5
+    for better, worse in ((i, j) for i in range(len(rewards)) for j in range(len(rewards)) if rewards[i] > rewards[j]):
+        assert advantages[better] > advantages[worse]
+
+
+def test_steps_compare_in_the_order_in_which_they_happen() -> None:
+    steps = [Step(0), Step(0, 1), Step(1), Step(1, 1), Step(2), Step(10)]
+    assert sorted(steps[place] for place in (5, 2, 0, 4, 1, 3)) == steps
+    assert Step(3) == Step(3, 0) == (3, 0)
+
+
+def test_a_completion_counts_its_tokens_where_they_are_known_and_its_characters_elsewhere() -> None:
+    assert Rollout("abc", token_ids=(1, 2)).tokens == 2
+    assert Rollout("abc", token_ids=()).tokens == 0
+    assert Rollout("abc").tokens == 3
+
+
+def test_a_group_is_found_under_its_name() -> None:
+    assert scored(1.0, 0.0).group.name == GroupName("ada", Step(3, 1), "0")
+
+
+def test_values_do_not_change() -> None:
+    for value, field in ((QUESTION, "answer"), (scored(1.0, 0.0), "rewards"), (Rollout("a"), "text")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, field, "other")
