@@ -1,58 +1,67 @@
 """Saving nodes and bringing them back exactly: the newest whole checkpoint, then a replay of the steps since.
 
 A checkpoint holds weights and optimiser. Generators and the position in the question stream need no place in it: both
-are functions of the round. Steps a node finished after its checkpoint are done again from what lies in the store, its
+are functions of the step. Steps a node finished after its checkpoint are done again from what lies in the store, its
 own plan included, so a node killed at any moment ends with the weights of one that was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from rl_swarm.errors import CheckpointError, KeyMissing
+from rl_swarm.errors import CheckpointError, KeyMissing, Stopped
 from rl_swarm.host import Host
 from rl_swarm.types import Step
 
 
-def write_checkpoints(host: Host, round: int) -> None:
-    """One for each node of the host; the oldest beyond CHECKPOINT_KEEP go."""
+def write_checkpoints(host: Host, step: Step) -> None:
+    """One for each node of the host, of the state after `step`; then the oldest beyond CHECKPOINT_KEEP go."""
     for node in host.nodes:
-        host.experiment.write_checkpoint(node, round, host.policy.save(node, _note(host, node, round)))
+        note = {**_identity(host, node), "round": step.round, "stage": step.stage}
+        host.experiment.write_checkpoint(node, step.round, host.policy.save(node, note))
+    for node in host.nodes:
         for old in host.experiment.checkpoint_rounds(node)[: -host.settings.checkpoint_keep]:
             host.experiment.delete_checkpoint(node, old)
 
 
-def restore(host: Host, say: Callable[[str], None]) -> Step | None:
-    """Bring the host to where its nodes were; returns the last step they did, None if they never did any."""
-    checkpoint = _load_newest(host, say)
-    steps = sorted({step for node in host.nodes for step in host.recorded_steps(node)})
-    replayed = [step for step in steps if checkpoint is None or step.round > checkpoint]
+def restore(host: Host, say: Callable[[str], None], stopped: Callable[[], bool]) -> Step | None:
+    """Bring every node to where it was; returns the last step all of them have done, None if none did any.
+
+    Nodes of one host may have different histories: killed between one node's record and the next one's, or joined by
+    a node that is new. A new node has nothing to go back to and does not hold the others up.
+    """
+    saved = {node: _load_newest(host, node, say) for node in host.nodes}
+    steps = {node: host.recorded_steps(node) for node in host.nodes}
+    missed = {
+        node: {step for step in steps[node] if (last := saved[node]) is None or step > last} for node in host.nodes
+    }
+    replayed = sorted(set().union(*missed.values()))
     if replayed:
         say(f"doing rounds {replayed[0].round} to {replayed[-1].round} again to be exactly where this node was")
+    gone = 0
     for step in replayed:
-        host.learn(step, host.share(step))
-    return steps[-1] if steps else None
+        if stopped():
+            raise Stopped("Stopped while rounds were done again; nothing was changed.")
+        gone += host.replay(step, [node for node in host.nodes if step in missed[node]])
+    if gone:
+        say(f"{gone} of the peers' groups learned from in those rounds are gone: the weights are near what they were")
+    host.forget_old_plans()
+    return min((max(done) for done in steps.values() if done), default=None)
 
 
-def _load_newest(host: Host, say: Callable[[str], None]) -> int | None:
-    """Load the newest round of which every node has a whole checkpoint. They go together: one program, one round."""
-    rounds = set.intersection(*(set(host.experiment.checkpoint_rounds(node)) for node in host.nodes))
-    fresh = {node: host.policy.save(node, {}) for node in host.nodes} if rounds else {}
-    for round in sorted(rounds, reverse=True):
+def _load_newest(host: Host, node: str, say: Callable[[str], None]) -> Step | None:
+    """Load the node's newest whole checkpoint; returns the step it was taken after."""
+    for round in reversed(host.experiment.checkpoint_rounds(node)):
         try:
-            for node in host.nodes:
-                saved = host.experiment.read_checkpoint(node, round)
-                host.policy.load(node, saved, _note(host, node, round))
+            data = host.experiment.read_checkpoint(node, round)
+            note = host.policy.load(node, data, {**_identity(host, node), "round": round})
         except (CheckpointError, KeyMissing) as error:
-            say(f"passing over the checkpoint of round {round}: {error}")
-            # One node's may have been whole and loaded before another's was not.
-            for node, saved in fresh.items():
-                host.policy.load(node, saved, {})
+            say(f"passing over the checkpoint of round {round} of {node}: {error}")
             continue
-        say(f"resumed from the checkpoint of round {round}")
-        return round
+        say(f"{node} resumed from the checkpoint of round {round}")
+        return Step(round, int(note["stage"]))
     return None
 
 
-def _note(host: Host, node: str, round: int) -> Mapping[str, str | int]:
-    return {"run": host.experiment.run, "node": node, "seed": host.settings.seed, "round": round}
+def _identity(host: Host, node: str) -> dict[str, str | int]:
+    return {"run": host.experiment.run, "node": node, "seed": host.settings.seed}

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from rl_swarm import __version__, settings, verbs
 from rl_swarm.errors import (
     SettingsError,
+    Stopped,
     SwarmError,
 )
 
@@ -41,6 +42,8 @@ def exit_code(body: Callable[[], int]) -> int:
         return body()
     except SettingsError as error:
         return _fail(str(error), 2)
+    except Stopped:
+        return 0
     except SwarmError as error:
         return _fail(str(error), 1)
     except BrokenPipeError:

@@ -16,10 +16,6 @@ from rl_swarm.types import Step
 Pace = Callable[[Step, float, Sequence[Peer]], bool]
 
 
-def learned(peer: Peer) -> Step | None:
-    return None if peer.learned is None else Step(*peer.learned)
-
-
 def interval(seconds: float) -> Pace:
     """By the timer alone."""
     return lambda step, elapsed, workers: elapsed >= seconds
@@ -29,7 +25,7 @@ def quorum(seconds: float) -> Pace:
     """When every live worker has learned this step, or the time is up."""
 
     def over(step: Step, elapsed: float, workers: Sequence[Peer]) -> bool:
-        done = all((last := learned(worker)) is not None and last >= step for worker in workers)
+        done = all((last := worker.learned_step) is not None and last >= step for worker in workers)
         return done or elapsed >= seconds
 
     return over
@@ -38,7 +34,7 @@ def quorum(seconds: float) -> Pace:
 def free() -> Pace:
     """No common clock: the coordinator only follows the swarm, a step is over when anyone has learned it."""
     return lambda step, elapsed, workers: any(
-        (last := learned(worker)) is not None and last >= step for worker in workers
+        (last := worker.learned_step) is not None and last >= step for worker in workers
     )
 
 
@@ -59,29 +55,46 @@ class Coordinator:
         self._experiment, self._name, self._settings = experiment, name, settings
         self._clock, self._timer = clock, timer
         self._pace = pace_of(settings)
-        self._watch = Watch(settings.lease_seconds, timer)
+        self._watch = Watch(timer)
         self._began: float | None = None
         self._last_joined, self._joined = timer(), 0
-        self.state = experiment.state() or self._write(Step(0))
+        self._last = Step(settings.max_rounds - 1, settings.max_stages - 1)
+        self.state = self._pick_up()
         self.workers: list[Peer] = []
+
+    def _pick_up(self) -> State:
+        """Go on where the clock stands; a clock that is lost or damaged is set by what the workers have done."""
+        state = self._experiment.state()
+        if state is None:
+            done = [peer.learned_step for peer in self._experiment.peers().known.values() if peer.learned_step]
+            return self._write(max(done).following(self._settings.max_stages) if done else Step(0))
+        if state.finished and state.step < self._last:
+            # More rounds are asked for than when it was finished.
+            return self._write(state.step.following(self._settings.max_stages))
+        return state
 
     def tick(self) -> State:
         """Look once; move on if the step is over. Time runs only while there is a worker."""
         if self.state.finished:
             return self.state
-        peers = self._experiment.peers().known.values()
-        self.workers = [peer for peer in peers if peer.node_role == "worker" and self._watch.live(peer)]
+        known = [peer for peer in self._experiment.peers().known.values() if peer.node_role == "worker"]
+        self.workers = [peer for peer in known if self._watch.live(peer)]
         now = self._timer()
         if len(self.workers) > self._joined:
             self._last_joined = now
         self._joined = len(self.workers)
-        if not self.workers:
+        # Without a common clock there is only history to follow, and those who left have made it too.
+        followed = known if self._settings.coordinator_pace == "free" else self.workers
+        step = self.state.step
+        if not followed:
             self._began = None
-            return self._finish_if_all_left(list(peers))
+            # Workers end by themselves after the last step; the clock then has nobody left to wait for.
+            if step >= self._last and any(peer.learned_step and peer.learned_step >= self._last for peer in known):
+                self._advance(step)
+            return self.state
         if self._began is None:
             self._began = now
-        step = self.state.step
-        if self._pace(step, now - self._began, self.workers) and not self._still_gathering(step, now):
+        if self._pace(step, now - self._began, followed) and not self._still_gathering(step, now):
             self._advance(step)
             self._began = now
         return self.state
@@ -92,19 +105,9 @@ class Coordinator:
             return False
         return now - self._last_joined < self._settings.coordinator_join_grace
 
-    def _finish_if_all_left(self, peers: Sequence[Peer]) -> State:
-        """Workers end by themselves after the last step; the clock then has nobody to wait for."""
-        last = Step(self._settings.max_rounds - 1, self._settings.max_stages - 1)
-        if any((done := learned(peer)) is not None and done >= last for peer in peers):
-            self.state = self._write(last, finished=True)
-        return self.state
-
     def _advance(self, step: Step) -> None:
-        following = Step(step.round, step.stage + 1)
-        if following.stage == self._settings.max_stages:
-            following = Step(step.round + 1)
-        finished = following.round == self._settings.max_rounds
-        self.state = self._write(step if finished else following, finished=finished)
+        finished = step >= self._last
+        self.state = self._write(step if finished else step.following(self._settings.max_stages), finished=finished)
 
     def _write(self, step: Step, finished: bool = False) -> State:
         state = State(

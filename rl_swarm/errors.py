@@ -5,6 +5,7 @@ SwarmError                 the command ends with exit code 1 and the sentence
 ├── ExperimentMissing      a worker waits for it, visibly; every other command ends
 ├── ExperimentExists       nothing was written
 ├── ExperimentReplaced     the experiment was deleted or made anew under a running node: the node ends
+├── Stopped                asked to end while it waited: not a failure, exit code 0
 ├── NameTaken              another live process holds this node name or the coordinator's seat
 ├── ModelError             a model folder that cannot be loaded
 ├── CheckpointError        this checkpoint is passed over for the next older one
@@ -35,6 +36,10 @@ class ExperimentExists(SwarmError):
 
 
 class ExperimentReplaced(SwarmError):
+    pass
+
+
+class Stopped(SwarmError):
     pass
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,7 +38,12 @@ from rl_swarm.settings import check_name
 from rl_swarm.types import ScoredGroup, Step
 
 MAX_RECORD_BYTES = 2**20
-MAX_LOG_BYTES = 2**30
+MAX_LEASE_BYTES = 2**13
+MAX_LOG_BYTES = 2**26
+
+# Numbers that others write stay where one can count with them and put them into a file's name.
+Number = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 _ROLLOUT_FILE = re.compile(r"(?P<node>.+?)(\.(?P<part>\d+))?\.json")
 _Record = TypeVar("_Record")
@@ -49,18 +54,19 @@ class Birth(msgspec.Struct, frozen=True):
 
     run: str
     name: str
-    created: float
+    created: Moment
     version: str
     settings: dict[str, Any]
     made_by: str = "init"
+    deleted: bool = False
 
 
 class State(msgspec.Struct, frozen=True):
     """The swarm's clock, written by the coordinator alone."""
 
     run: str
-    round: int
-    stage: int
+    round: Number
+    stage: Number
     updated_at: float
     updated_by: str
     finished: bool = False
@@ -90,10 +96,19 @@ class Peer(msgspec.Struct, frozen=True):
     registered_at: float
     token: str
     process: Process
-    beat: int = 0
-    shared: tuple[int, int] | None = None
-    learned: tuple[int, int] | None = None
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 20.0
+    beat: Number = 0
+    shared: tuple[Number, Number] | None = None
+    learned: tuple[Number, Number] | None = None
     left: bool = False
+
+    @property
+    def shared_step(self) -> Step | None:
+        return None if self.shared is None else Step(*self.shared)
+
+    @property
+    def learned_step(self) -> Step | None:
+        return None if self.learned is None else Step(*self.learned)
 
 
 class Peers(NamedTuple):
@@ -111,8 +126,9 @@ class PublishedFile(NamedTuple):
 class MetricsRow(msgspec.Struct, frozen=True):
     """What readers rely on in a metrics row; there is more in it. A line without this counts as unreadable."""
 
-    round: int
-    stage: int
+    run: str
+    round: Number
+    stage: Number
     node_id: str
     my_reward: float
     external_wanted: int
@@ -141,19 +157,21 @@ class Experiment:
     # The clock
 
     def state(self) -> State | None:
+        """The clock; None before there is one, or while what lies in its place is none of this run's."""
         try:
             state = _decode(self.store.get(self._key("state/current_state.json"), MAX_RECORD_BYTES), State)
-        except KeyMissing:
+        except (KeyMissing, MalformedRecord):
+            state = None
+        if state is None or state.run != self.run:
             self.check_still_here()
             return None
-        if state.run != self.run:
-            raise ExperimentReplaced(f"Experiment {self.name} was made anew by somebody: start this process again.")
         return state
 
     def write_state(self, state: State) -> None:
         self.store.put(self._key("state/current_state.json"), _encode(state))
 
     def check_still_here(self) -> None:
+        """Raise if the experiment was deleted or made anew under us."""
         if open_experiment(self.store, self.name).run != self.run:
             raise ExperimentReplaced(f"Experiment {self.name} was made anew by somebody: start this process again.")
 
@@ -172,7 +190,7 @@ class Experiment:
         self.store.put(key, _encode(peer))
 
     def read_lease(self, key: str) -> Peer:
-        return _decode(self.store.get(key, MAX_RECORD_BYTES), Peer)
+        return _decode(self.store.get(key, MAX_LEASE_BYTES), Peer)
 
     def peers(self) -> Peers:
         known: dict[str, Peer] = {}
@@ -195,13 +213,25 @@ class Experiment:
     def publish(
         self, node: str, step: Step, part: int | None, timestamp: float, model: str, groups: Sequence[ScoredGroup]
     ) -> None:
-        """Publish groups once. A file already there is this node's own, from before it was restarted: it stays."""
-        name = node if part is None else f"{node}.{part}"
+        """Publish groups once, in parts if they would be too large for any reader.
+
+        A whole file already there is this node's own, from before it was restarted: it stays. Anything else in its
+        place is replaced: the name is this node's, and its peers should not pay for what somebody put there.
+        """
         data = codec.encode(self.run, node, step, timestamp, model, groups)
+        if len(data) > codec.MAX_FILE_BYTES and part is None and len(groups) > 1:
+            for number, group in enumerate(groups):
+                self.publish(node, step, number, timestamp, model, [group])
+            return
+        name = node if part is None else f"{node}.{part}"
+        file = PublishedFile(self._key(f"rollouts/round_{step.round}/stage_{step.stage}/{name}.json"), node, step, part)
         try:
-            self.store.create(self._key(f"rollouts/round_{step.round}/stage_{step.stage}/{name}.json"), data)
+            self.store.create(file.key, data)
         except KeyExists:
-            pass
+            try:
+                self.read_rollouts(file)
+            except MalformedRecord:
+                self.store.put(file.key, data)
 
     def published(self, step: Step) -> list[PublishedFile | MalformedRecord]:
         """The rollout files of a step, by their names alone, in canonical order."""
@@ -262,14 +292,15 @@ class Experiment:
     def metrics(self, node: str) -> Log:
         """The rows this node wrote about itself. Other nodes read them too, so their kind is checked."""
         log = self._log(node, "metrics.jsonl")
-        rows = [row for row in log.rows if _is_metrics_row(row, node)]
+        rows = [row for row in log.rows if _is_metrics_row(row, node) and row["run"] == self.run]
         return Log(rows, log.unreadable + len(log.rows) - len(rows))
 
     def append_event(self, node: str, event: Mapping[str, Any]) -> None:
-        self.store.append(self._key(f"logs/{node}/training_events.jsonl"), _encode(event))
+        self.store.append(self._key(f"logs/{node}/training_events.jsonl"), _encode({"run": self.run, **event}))
 
     def events(self, node: str) -> Log:
-        return self._log(node, "training_events.jsonl")
+        log = self._log(node, "training_events.jsonl")
+        return Log([event for event in log.rows if event.get("run") == self.run], log.unreadable)
 
     def append_output(self, node: str, line: str) -> None:
         self.store.append(self._key(f"logs/{node}/stdout.log"), line.encode())
@@ -317,16 +348,19 @@ class Experiment:
         return f"checkpoints/round_{rounds[-1]}" if rounds else None
 
     def delete(self) -> int:
-        """Remove everything, the birth record last: an interrupted deletion can be repeated. Returns how many keys."""
-        keys = [*self.store.keys(self._root), *self.store.keys(f"archives/{self.name}/")]
+        """Remove everything, with nodes possibly still running; returns how many keys.
+
+        The birth record is marked first, so that running nodes notice and end instead of writing anew what was just
+        removed, and removed last, so that an interrupted deletion can be repeated.
+        """
         birth = self._key("experiment.json")
+        self.store.put(birth, _encode(msgspec.structs.replace(self.birth, deleted=True)))
         deleted = 0
-        for key in sorted(keys, key=lambda key: key == birth):
-            try:
+        while keys := [*self.store.keys(self._root), *self.store.keys(f"archives/{self.name}/")]:
+            rest = [key for key in keys if key != birth]
+            for key in rest or [birth]:
                 self.store.delete(key)
                 deleted += 1
-            except ValueError:
-                continue  # no name of ours: somebody planted it, and without a birth record nobody will look at it
         return deleted
 
     def _key(self, rest: str) -> str:
@@ -354,7 +388,10 @@ def open_experiment(store: Store, name: str) -> Experiment:
         hint = f"there are: {', '.join(others[:8])}" if others else "there is none at all yet"
         raise ExperimentMissing(f"There is no experiment {name} in this store ({hint}).") from None
     # The folder's name counts: in a copied folder the record still has the old one, and would lead back to it.
-    return Experiment(store, msgspec.structs.replace(_decode(data, Birth), name=name))
+    birth = msgspec.structs.replace(_decode(data, Birth), name=name)
+    if birth.deleted:
+        raise ExperimentMissing(f"Experiment {name} is being deleted.")
+    return Experiment(store, birth)
 
 
 def list_experiments(store: Store) -> list[str]:

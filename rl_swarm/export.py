@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_swarm.errors import CheckpointError, ModelError, SwarmError
 from rl_swarm.experiment import Experiment
+from rl_swarm.monitor.screen import visible
 from rl_swarm.monitor.status import experiment_status, metric_rows
 from rl_swarm.policies import model_folder
 
@@ -21,13 +22,21 @@ def summary(experiment: Experiment) -> dict[str, Any]:
 
 def metrics_csv(rows: list[dict[str, Any]]) -> str:
     """Rows as CSV; nested values (seconds, reasons) as JSON in their cell."""
+    # Names and texts may be anyone's: nothing in them may reach a terminal as a command to it.
+    rows = [{visible(name): value for name, value in row.items()} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: json.dumps(value) if isinstance(value, dict) else value for name, value in row.items()})
+        writer.writerow({name: _cell(value) for name, value in row.items()})
     return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return visible(value if isinstance(value, str) else json.dumps(value))
 
 
 def export_summary(experiment: Experiment, out: Path) -> list[Path]:

@@ -7,16 +7,17 @@ question is rebuilt here from its name, and a prompt that differs from the rebui
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rl_swarm.codec import MAX_GROUPS, ReceivedGroup, groups_of
 from rl_swarm.errors import KeyMissing, MalformedRecord
 from rl_swarm.experiment import Experiment, PublishedFile
-from rl_swarm.protocols import Task
+from rl_swarm.protocols import Policy, Task
 from rl_swarm.types import GroupName, RolloutGroup, ScoredGroup, Step
 
-CACHED_FILES = 512
+# Files are forgotten beyond this many groups, the least used first.
+CACHED_GROUPS = 1024
 
 
 @dataclass(slots=True)
@@ -30,29 +31,37 @@ class Gathered:
 class PeerReader:
     """Reads rollout files. Files never change, so one reading serves all nodes of a host."""
 
-    def __init__(self, experiment: Experiment, task: Task, group_size: int, *, cache: bool = True) -> None:
-        self._experiment, self._task, self._group_size = experiment, task, group_size
+    def __init__(
+        self, experiment: Experiment, task: Task, policy: Policy, group_size: int, *, cache: bool = True
+    ) -> None:
+        self._experiment, self._task, self._policy, self._group_size = experiment, task, policy, group_size
         self._cached: OrderedDict[str, Gathered] = OrderedDict()
-        self._room = CACHED_FILES if cache else 0
+        self._room = CACHED_GROUPS if cache else 0
 
-    def read(self, files: Iterable[PublishedFile]) -> Gathered:
-        """The groups of one peer's files of one step."""
+    def read(self, files: Iterable[PublishedFile], expired: Callable[[], bool] = lambda: False) -> Gathered:
+        """The groups of one peer's files of one step, as far as time and the limits allow."""
         total = Gathered()
-        seen: set[object] = set()
+        seen: set[str] = set()
         ordered = sorted(files)
         if len(ordered) > MAX_GROUPS:
             # A file per question is the most an honest peer publishes.
             total.rejected["too_many_files"] = len(ordered) - MAX_GROUPS
         for file in ordered[:MAX_GROUPS]:
-            gathered = self._read_file(file)
+            if expired():
+                total.rejected["timeout"] += 1
+                break
+            gathered = self._read_file(file, expired)
             total.rejected += gathered.rejected
             for scored in gathered.groups:
                 # The same question twice from one peer is one question with a thumb on the scale.
-                if scored.group.question.name in seen:
+                # By its prompt: small tasks have many names for one question.
+                if scored.group.question.prompt in seen:
                     total.rejected["duplicate"] += 1
-                    continue
-                seen.add(scored.group.question.name)
-                total.groups.append(scored)
+                elif len(total.groups) == MAX_GROUPS:
+                    total.rejected["too_many_groups"] += 1
+                else:
+                    seen.add(scored.group.question.prompt)
+                    total.groups.append(scored)
         return total
 
     def find(self, names: Sequence[GroupName]) -> Gathered:
@@ -71,7 +80,7 @@ class PeerReader:
                 total.rejected["gone"] += 1
         return total
 
-    def _read_file(self, file: PublishedFile) -> Gathered:
+    def _read_file(self, file: PublishedFile, expired: Callable[[], bool]) -> Gathered:
         if file.key in self._cached:
             self._cached.move_to_end(file.key)
             return self._cached[file.key]
@@ -85,12 +94,15 @@ class PeerReader:
             return Gathered(rejected=Counter({"not_visible": 1}))
         else:
             for received in groups_of(wire, self._group_size):
+                if expired():
+                    gathered.rejected["timeout"] += 1
+                    return gathered
                 try:
                     gathered.groups.append(self._check(received, file))
                 except MalformedRecord as error:
                     gathered.rejected[error.reason] += 1
         self._cached[file.key] = gathered
-        while len(self._cached) > self._room:
+        while sum(1 + len(kept.groups) for kept in self._cached.values()) > self._room:
             self._cached.popitem(last=False)
         return gathered
 
@@ -100,6 +112,8 @@ class PeerReader:
         question = self._task.rebuild(received.name)
         if received.prompt != question.prompt:
             raise MalformedRecord("altered_prompt", file.key)
+        if not self._policy.fits(question.prompt, received.rollouts):
+            raise MalformedRecord("unfit_text", file.key)
         group = RolloutGroup(file.node, file.step, received.id, question, received.rollouts)
         return score(self._task, group)
 

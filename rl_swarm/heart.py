@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from rl_swarm.errors import ExperimentMissing, StoreUnavailable, SwarmError
+from rl_swarm.errors import ExperimentMissing, StoreUnavailable
 from rl_swarm.experiment import Experiment
 from rl_swarm.lease import BEATS_PER_LEASE, Lease, claim
 from rl_swarm.settings import Settings
@@ -21,9 +22,8 @@ class Heart:
     def __init__(self, leases: Sequence[Lease], lease_seconds: float, stop: Stop) -> None:
         self._leases, self._pause, self._stop = leases, lease_seconds / BEATS_PER_LEASE, stop
         self._ended = threading.Event()
-        self._failure: SwarmError | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
-        self.missed = 0
 
     def __enter__(self) -> Heart:
         self._thread.start()
@@ -43,35 +43,43 @@ class Heart:
         try:
             lease.beat(shared=shared, learned=learned)
         except StoreUnavailable:
-            self.missed += 1
+            pass  # the working thread meets the same trouble, waits and says so
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause):
             try:
                 for lease in self._leases:
                     self.beat(lease)
-            except SwarmError as error:
+            except Exception as error:  # noqa: BLE001 kept, and raised in the working thread by `check`
                 self._failure = error
                 self._stop.request()
                 return
 
 
-def claim_name(stack: ExitStack, experiment: Experiment, node: str, role: str, settings: Settings, stop: Stop) -> Lease:
-    return _claim(stack, experiment, experiment.peer_key(node), node, role, settings, stop)
+def claim_names(
+    stack: ExitStack, experiment: Experiment, nodes: Sequence[str], role: str, settings: Settings, stop: Stop
+) -> list[Lease]:
+    """Claim names, all at once: where a holder must be watched for a while, it is one while and not several."""
+    keys = {experiment.peer_key(node): node for node in nodes}
+    with ThreadPoolExecutor(len(keys)) as pool:
+        claims = [pool.submit(_claim, experiment, key, node, role, settings, stop) for key, node in keys.items()]
+    for done in claims:
+        if done.exception() is None:
+            stack.callback(_release, done.result())
+    return [done.result() for done in claims]
 
 
 def claim_seat(stack: ExitStack, experiment: Experiment, settings: Settings, stop: Stop) -> Lease:
-    key = experiment.coordinator_key()
-    return _claim(stack, experiment, key, settings.node_id, "coordinator", settings, stop)
-
-
-def _claim(
-    stack: ExitStack, experiment: Experiment, key: str, node: str, role: str, settings: Settings, stop: Stop
-) -> Lease:
-    model = "" if role == "coordinator" else settings.model_name
-    lease = claim(experiment, key, node, role, model, time.time(), settings.lease_seconds, time.monotonic, stop.pause)
+    """The coordinator's seat, of which there is one."""
+    lease = _claim(experiment, experiment.coordinator_key(), settings.node_id, "coordinator", settings, stop)
     stack.callback(_release, lease)
     return lease
+
+
+def _claim(experiment: Experiment, key: str, node: str, role: str, settings: Settings, stop: Stop) -> Lease:
+    model = "" if role == "coordinator" else settings.model_name
+    seconds = settings.lease_seconds
+    return claim(experiment, key, node, role, model, time.time(), seconds, time.monotonic, stop.pause_or_end)
 
 
 def _release(lease: Lease) -> None:

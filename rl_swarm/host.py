@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class Host:
             settings,
         )
         self._clock, self._timer = clock, timer
-        self._reader = PeerReader(experiment, task, settings.num_generations, cache=settings.cache_rollouts)
+        self._reader = PeerReader(experiment, task, policy, settings.num_generations, cache=settings.cache_rollouts)
         self._select = RULES[settings.select]
         self._plans = {node: read_plans(experiment, node) for node in nodes}
         self._recorded = {node: _recorded_steps(experiment, node) for node in nodes}
@@ -83,36 +83,40 @@ class Host:
     def share(self, step: Step) -> Shared:
         """Sample I questions for each node, answer each G times, publish."""
         clock = _Stopwatch(self._timer)
-        settings = self.settings
-        questions = {
-            node: self.task.sample(settings.num_train_samples, self._rng(node, "questions", step))
-            for node in self.nodes
-        }
         mine: dict[str, list[ScoredGroup]] = {node: [] for node in self.nodes}
-        if settings.rollout_publish_frequency == "generation":
-            for part in range(settings.num_train_samples):
-                self._answer(step, {node: asked[part : part + 1] for node, asked in questions.items()}, part, mine)
-                clock.lap("generate")
-                self._publish(step, part, {node: groups[-1:] for node, groups in mine.items()})
-                clock.lap("publish")
-        else:
-            self._answer(step, questions, 0, mine)
+        for part, answered in self._answers(step):
             clock.lap("generate")
-            if settings.rollout_publish_frequency == "stage":
-                self._publish(step, None, mine)
+            for node, groups in answered.items():
+                mine[node] += groups
+            if self.settings.rollout_publish_frequency != "round":
+                self._publish(step, part, answered)
                 clock.lap("publish")
         return Shared(mine, clock.seconds)
 
-    def _answer(
-        self, step: Step, questions: Mapping[str, list[Question]], part: int, mine: dict[str, list[ScoredGroup]]
-    ) -> None:
+    def _answers(self, step: Step) -> Iterator[tuple[int | None, dict[str, list[ScoredGroup]]]]:
+        """Every node's answered questions: in parts where each question is published by itself, else all at once."""
+        count = self.settings.num_train_samples
+        questions = {node: self.task.sample(count, self._rng(node, "questions", step)) for node in self.nodes}
+        if self.settings.rollout_publish_frequency == "generation":
+            for part in range(count):
+                yield (
+                    part,
+                    self._answer(step, {node: asked[part : part + 1] for node, asked in questions.items()}, part),
+                )
+        else:
+            yield None, self._answer(step, questions, 0)
+
+    def _answer(self, step: Step, questions: Mapping[str, list[Question]], first: int) -> dict[str, list[ScoredGroup]]:
         prompts = {node: [question.prompt for question in asked] for node, asked in questions.items()}
-        seeds = {node: self._seed(node, f"generate {part}", step) for node in self.nodes}
+        seeds = {node: self._seed(node, f"generate {first}", step) for node in self.nodes}
         answers = self.policy.generate(prompts, self.settings.num_generations, seeds)
-        for node, asked in questions.items():
-            for question, rollouts in zip(asked, answers[node], strict=True):
-                group = RolloutGroup(node, step, str(len(mine[node])), question, rollouts)
-                mine[node].append(score(self.task, group))
+        return {
+            node: [
+                score(self.task, RolloutGroup(node, step, str(first + number), question, rollouts))
+                for number, (question, rollouts) in enumerate(zip(asked, answers[node], strict=True))
+            ]
+            for node, asked in questions.items()
+        }
 
     def _publish(self, step: Step, part: int | None, groups: Mapping[str, Sequence[ScoredGroup]]) -> None:
         for node, scored in groups.items():
@@ -125,22 +129,23 @@ class Host:
     ) -> dict[str, dict[str, Any]]:
         """Add J of the peers' groups to each node's own, update all nodes, record; returns the metrics rows.
 
-        `peer_steps` names each peer's newest step where there is no common clock; `skipped` counts the steps this
-        host sat out before this one.
+        `peer_steps` names each peer's newest step where there is no common clock; `skipped` counts the rounds this
+        host sat out before this one. A node that finished this step before a restart sits it out.
         """
         clock = _Stopwatch(self._timer, shared.seconds)
+        nodes = [node for node in self.nodes if step not in self._recorded[node]]
         available = self._available(step, peer_steps)
-        choices = {node: self._choose(node, step, shared.mine[node], available) for node in self.nodes}
+        choices = {node: self._choose(node, step, shared.mine[node], available) for node in nodes}
         clock.lap("gather")
-        stats = self.policy.update({node: choice.own + choice.chosen for node, choice in choices.items()})
+        stats = self._update(choices)
         clock.lap("update")
-        held_out = self.evaluate() if self._is_evaluated(step) and not self._is_recorded(step) else {}
+        held_out = self.evaluate() if nodes and self._is_evaluated(step) else {}
         clock.lap("evaluate")
         if self.settings.rollout_publish_frequency == "round":
-            self._publish(step, None, shared.mine)
+            self._publish(step, None, {node: shared.mine[node] for node in nodes})
             clock.lap("publish")
         rows: dict[str, dict[str, Any]] = {}
-        for node in self.nodes:
+        for node in nodes:
             row = self._row(node, step, choices[node], stats[node])
             if node in held_out:
                 row["eval_reward"] = held_out[node]
@@ -149,6 +154,20 @@ class Host:
             if self.settings.rollout_cleanup_enabled:
                 prune_rollouts(self.experiment, node, step, self.settings)
         return rows
+
+    def replay(self, step: Step, nodes: Sequence[str]) -> int:
+        """Do a finished step again for some nodes, writing nothing; returns how many of its groups are gone."""
+        mine: dict[str, list[ScoredGroup]] = {node: [] for node in self.nodes}
+        for _, answered in self._answers(step):
+            for node, groups in answered.items():
+                mine[node] += groups
+        choices = {node: self._planned(self._plans[node].pop(step, Plan()), mine[node]) for node in nodes}
+        self._update(choices)
+        return sum(choice.gone.total() for choice in choices.values())
+
+    def _update(self, choices: Mapping[str, _Choice]) -> dict[str, dict[str, float]]:
+        batches = {node: choices[node].own + choices[node].chosen if node in choices else [] for node in self.nodes}
+        return self.policy.update(batches)
 
     def _available(self, step: Step, peer_steps: Mapping[str, Step] | None) -> _Available:
         """Each peer's newest files within the window, found by listing, one call a step."""
@@ -166,10 +185,10 @@ class Host:
         for wanted in window:
             found: dict[str, list[PublishedFile]] = defaultdict(list)
             for file in self.experiment.published(wanted):
-                if isinstance(file, PublishedFile):
-                    found[file.node].append(file)
-                else:
+                if not isinstance(file, PublishedFile):
                     rejected[file.reason] += 1
+                elif peer_steps is None or peer_steps.get(file.node) == wanted:
+                    found[file.node].append(file)
             files = dict(found) | files
         return _Available(files, rejected)
 
@@ -177,28 +196,34 @@ class Host:
         wanted = self.settings.num_transplant_trees
         if wanted == 0:
             return _Choice(own, [], Plan(), Counter())
-        plan = self._plans[node].get(step)
-        if plan is not None:
-            found = self._reader.find(plan.names)
-            return _Choice(own, found.groups, plan, found.rejected)
+        if step in self._plans[node]:
+            return self._planned(self._plans[node][step], own)
         gathered = self._gather(node, step, available)
         chosen = self._select(gathered.groups, wanted, self._rng(node, "select", step))
         plan = self._plans[node][step] = make_plan(chosen, gathered)
         write_plan(self.experiment, node, step, plan, self._clock())
         return _Choice(own, chosen, plan, Counter())
 
+    def _planned(self, plan: Plan, own: list[ScoredGroup]) -> _Choice:
+        """What the node had chosen before it was restarted."""
+        found = self._reader.find(plan.names)
+        return _Choice(own, found.groups, plan, found.rejected)
+
     def _gather(self, node: str, step: Step, available: _Available) -> Gathered:
         peers = sorted(peer for peer in available.files if peer != node)
         asked = self._rng(node, "peers", step).sample(peers, min(len(peers), self.settings.fetch_max_peers))
         gathered = Gathered(rejected=Counter(available.rejected))
         deadline = self._timer() + self.settings.fetch_timeout_seconds
+        # However much a peer publishes, it does not fill the others' training with itself.
+        share = max(self.settings.num_train_samples, self.settings.num_transplant_trees)
         for peer in sorted(asked):
-            if self._timer() > deadline:
-                gathered.rejected["timeout"] += 1
-                continue
-            found = self._reader.read(available.files[peer])
-            gathered.groups += found.groups
+            found = self._reader.read(available.files[peer], lambda: self._timer() > deadline)
             gathered.rejected += found.rejected
+            if len(found.groups) > share:
+                gathered.rejected["over_share"] += len(found.groups) - share
+                kept = sorted(self._rng(node, f"share of {peer}", step).sample(range(len(found.groups)), share))
+                found.groups = [found.groups[index] for index in kept]
+            gathered.groups += found.groups
         return gathered
 
     # Held-out questions
@@ -227,6 +252,7 @@ class Host:
         completions = [rollout for scored in choice.own for rollout in scored.group.rollouts]
         ages = [step.round - scored.group.step.round for scored in choice.chosen]
         return {
+            "run": self.experiment.run,
             "timestamp": self._clock(),
             "round": step.round,
             "stage": step.stage,
@@ -244,20 +270,20 @@ class Host:
 
     def _record(self, node: str, step: Step, choice: _Choice, row: Mapping[str, Any]) -> None:
         """Reward and vote first, the metrics row last: with it the step counts as done."""
-        if step in self._recorded[node]:
-            return
         self.experiment.write_reward(node, step, row["my_reward"], self._clock())
         self.experiment.write_vote(node, step, *vote(node, choice.own, choice.plan))
         self.experiment.append_metrics(node, row)
         self._recorded[node].add(step)
         self._plans[node].pop(step, None)
 
-    def _is_recorded(self, step: Step) -> bool:
-        return all(step in steps for steps in self._recorded.values())
-
     def recorded_steps(self, node: str) -> set[Step]:
         """The steps this node has finished, in this life or an earlier one."""
         return set(self._recorded[node])
+
+    def forget_old_plans(self) -> None:
+        """Drop the plans of finished steps: once the host stands where it stood, nobody replays them."""
+        for node in self.nodes:
+            self._plans[node] = {s: plan for s, plan in self._plans[node].items() if s not in self._recorded[node]}
 
     def _rng(self, node: str, purpose: str, step: Step) -> random.Random:
         return named_rng(self.settings.seed, node, purpose, step)

@@ -96,6 +96,7 @@ def claim(
         registered_at=timestamp,
         token=secrets.token_hex(8),
         process=this_process(),
+        lease_seconds=lease_seconds,
     )
     try:
         experiment.create_lease(key, peer)
@@ -131,9 +132,10 @@ def _wait_until_dead(
         raise NameTaken(_taken(holder, role))
     if state == "dead":
         return
-    deadline = clock() + lease_seconds
+    patience = max(lease_seconds, holder.lease_seconds)
+    deadline = clock() + patience
     while clock() < deadline:
-        pause(lease_seconds / (2 * BEATS_PER_LEASE))
+        pause(patience / (2 * BEATS_PER_LEASE))
         try:
             now = experiment.read_lease(key)
         except (KeyMissing, MalformedRecord):
@@ -159,8 +161,8 @@ def _taken(holder: Peer, role: str) -> str:
 class Watch:
     """Which peers live, as this observer sees it: whoever's beat moved within the lease, by the observer's clock."""
 
-    def __init__(self, lease_seconds: float, clock: Callable[[], float]) -> None:
-        self._lease_seconds, self._clock = lease_seconds, clock
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._seen: dict[str, tuple[str, int, float]] = {}
 
     def live(self, peer: Peer) -> bool:
@@ -169,7 +171,7 @@ class Watch:
         if (token, beat) != (peer.token, peer.beat):
             since = now
             self._seen[peer.peer_id] = (peer.token, peer.beat, now)
-        return not peer.left and now - since < self._lease_seconds and process_state(peer.process) != "dead"
+        return not peer.left and now - since < peer.lease_seconds and process_state(peer.process) != "dead"
 
 
 @cache

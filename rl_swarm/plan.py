@@ -34,6 +34,13 @@ class Plan(msgspec.Struct, frozen=True):
         return [GroupName(node, Step(round, stage), id) for node, round, stage, id in self.groups]
 
 
+class _PlanEvent(msgspec.Struct, frozen=True):
+    """Where a plan belongs, as its event says."""
+
+    round: int
+    stage: int
+
+
 def make_plan(chosen: Sequence[ScoredGroup], gathered: Gathered) -> Plan:
     names = [scored.group.name for scored in chosen]
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -55,11 +62,12 @@ def write_plan(experiment: Experiment, node: str, step: Step, plan: Plan, timest
 
 
 def read_plans(experiment: Experiment, node: str) -> dict[Step, Plan]:
-    return {
-        Step(event["round"], event["stage"]): msgspec.convert(event, Plan)
-        for event in experiment.events(node).rows
-        if event.get("event") == EVENT
-    }
+    plans: dict[Step, Plan] = {}
+    for event in experiment.events(node).rows:
+        if event.get("event") == EVENT:
+            found = msgspec.convert(event, _PlanEvent)
+            plans[Step(found.round, found.stage)] = msgspec.convert(event, Plan)
+    return plans
 
 
 def account(wanted: int, chosen: Sequence[ScoredGroup], plan: Plan, gone: Counter[str]) -> dict[str, Any]:

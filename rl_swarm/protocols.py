@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rl_swarm.types import Question, QuestionName, Rollout, ScoredGroup
 
-# What a checkpoint says of itself: run, node, seed, round. Randomness is named, so the round gives every generator.
+# What a checkpoint says of itself: run, node, seed, round and stage; generators follow from these.
 CheckpointNote = Mapping[str, str | int]
 
 # Which of the peers' groups to train on: (candidates in canonical order, how many at most, rng) -> chosen.
@@ -48,8 +48,15 @@ class Policy(Protocol):
         """Everything the node needs to go on as if it had never stopped, with the note inside."""
         ...
 
-    def load(self, node: str, saved: bytes, expected: CheckpointNote) -> None:
-        """The reverse of `save`. Raises CheckpointError, and changes nothing, if bytes or note do not fit."""
+    def load(self, node: str, saved: bytes, expected: CheckpointNote) -> CheckpointNote:
+        """The reverse of `save`; returns the note, of which `expected` must be a part.
+
+        Raises CheckpointError, and changes nothing, if bytes or note do not fit.
+        """
+        ...
+
+    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a peer's completions can be trained on: no longer than the node's own may be, and not nothing."""
         ...
 
 

@@ -6,6 +6,8 @@ from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.settings import Settings
 from rl_swarm.types import Step
 
+FORGOTTEN = 10
+
 
 def prune_rollouts(experiment: Experiment, node: str, step: Step, settings: Settings) -> int:
     """Retire this node's files of rounds that are out of everyone's reach; returns how many.
@@ -15,9 +17,12 @@ def prune_rollouts(experiment: Experiment, node: str, step: Step, settings: Sett
     """
     reach = max(settings.rollout_keep_last_n_rounds, settings.rollout_staleness + 1 + settings.checkpoint_interval)
     oldest_kept = step.round - reach + 1
+    lag = settings.rollout_staleness + settings.checkpoint_interval
     for peer in experiment.peers().known.values():
-        if peer.node_role == "worker" and not peer.left:
-            oldest_kept = min(oldest_kept, (peer.learned[0] if peer.learned else 0) - settings.rollout_staleness)
+        behind = (peer.learned_step or Step(0)).round - lag
+        # Whoever is so far behind is dead or starts anew; it must not keep everything for ever.
+        if peer.node_role == "worker" and not peer.left and step.round - behind < FORGOTTEN * reach:
+            oldest_kept = min(oldest_kept, behind)
     retired = 0
     for round in experiment.rollout_rounds():
         if round >= oldest_kept:

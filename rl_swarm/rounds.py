@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from rl_swarm.checkpoints import write_checkpoints
+from rl_swarm.experiment import Peer
 from rl_swarm.heart import Heart
 from rl_swarm.host import Host
 from rl_swarm.lease import Lease, Watch
 from rl_swarm.types import Step
-from rl_swarm.waiting import LONGEST_POLL, SHORTEST_POLL, Stop, Watcher
+from rl_swarm.waiting import Stop, Watcher
 
 REMINDER_SECONDS = 60.0
 
@@ -31,9 +32,9 @@ class Rounds:
         self._host, self._leases, self._heart, self._done = host, leases, heart, done
         self._stop, self._say, self._watcher = stop, say, watcher
         self._settings = host.settings
-        self._watch = Watch(host.settings.lease_seconds, time.monotonic)
+        self._watch = Watch(time.monotonic)
         self._free = host.settings.coordinator_pace == "free"
-        self._saved: int | None = None
+        self._saved: Step | None = None
 
     def run(self) -> None:
         while (step := self._next_step()) is not None:
@@ -44,46 +45,40 @@ class Rounds:
             self._beat(shared=step)
             waited = self._await_peers(step, began)
             shared.seconds["wait"] = waited
-            rows = self._host.learn(step, shared, self._peer_steps() if self._free else None, skipped)
+            rows = self._host.learn(step, shared, self._peer_steps(step) if self._free else None, skipped)
             self._done = step
             self._beat(learned=step)
             self._watcher.rows(step, rows)
             if step.stage == self._settings.max_stages - 1 and self._is_checkpointed(step.round):
                 self._checkpoint()
-        if self._done is not None and self._saved != self._done.round:
+        if self._done is not None and self._saved != self._done:
             self._checkpoint()
 
     def _next_step(self) -> Step | None:
         """The step to do next, as soon as it is time; None when there is none or a stop was requested."""
         if self._free:
-            step = self._following(self._done)
+            step = self._expected()
             return None if self._stop.requested or step.round >= self._settings.max_rounds else step
-        poll, began, reminded = SHORTEST_POLL, time.monotonic(), 0.0
-        while not self._stop.requested:
+        began, reminded = time.monotonic(), 0.0
+        for _ in self._stop.polls():
             state = self._host.experiment.state()
-            if state is not None and (self._done is None or state.step > self._done) and not state.finished:
-                return state.step if state.round < self._settings.max_rounds else None
             if state is not None and state.finished:
+                self._say(f"the experiment is finished, its last round was {state.round}")
                 return None
+            if state is not None and (self._done is None or state.step > self._done):
+                return state.step if state.round < self._settings.max_rounds else None
             waited = time.monotonic() - began
             if waited - reminded > max(REMINDER_SECONDS, self._settings.coordinator_round_interval):
                 reminded = waited
                 self._say(f"still waiting after {waited:.0f} s: no new round. Is the coordinator running?")
-            self._stop.pause(poll)
-            poll = min(LONGEST_POLL, poll * 1.3)
         return None
 
-    def _following(self, done: Step | None) -> Step:
-        if done is None:
-            return Step(0)
-        if done.stage + 1 < self._settings.max_stages:
-            return Step(done.round, done.stage + 1)
-        return Step(done.round + 1)
+    def _expected(self) -> Step:
+        return Step(0) if self._done is None else self._done.following(self._settings.max_stages)
 
     def _skipped(self, step: Step) -> int:
-        expected = self._following(self._done)
         # A node that joins late has skipped nothing: those rounds were never its own.
-        missed = 0 if self._done is None else max(0, step.round - expected.round)
+        missed = 0 if self._done is None else max(0, step.round - self._expected().round)
         if missed:
             self._say(f"skipped {missed} round{'' if missed == 1 else 's'}: the swarm is at round {step.round}")
         return missed
@@ -93,24 +88,26 @@ class Rounds:
         settings = self._settings
         if self._free or settings.num_transplant_trees == 0 or settings.rollout_publish_frequency == "round":
             return 0.0
-        start, poll = time.monotonic(), SHORTEST_POLL
-        while not self._stop.requested and time.monotonic() - began < settings.coordinator_round_interval / 2:
-            peers = self._host.experiment.peers().known.values()
-            workers = [peer for peer in peers if peer.node_role == "worker" and peer.peer_id not in self._host.nodes]
-            if all(
-                peer.shared is not None and Step(*peer.shared) >= step for peer in workers if self._watch.live(peer)
-            ):
+        start = time.monotonic()
+        for _ in self._stop.polls():
+            if time.monotonic() - began >= settings.coordinator_round_interval / 2:
+                break
+            if all(peer.shared_step is not None and peer.shared_step >= step for peer in self._live_peers()):
                 break
             state = self._host.experiment.state()
             if state is not None and state.step > step:
                 break
-            self._stop.pause(poll)
-            poll = min(LONGEST_POLL, poll * 1.3)
         return time.monotonic() - start
 
-    def _peer_steps(self) -> dict[str, Step]:
-        peers = self._host.experiment.peers().known
-        return {node: Step(*peer.shared) for node, peer in peers.items() if peer.shared is not None}
+    def _live_peers(self) -> list[Peer]:
+        peers = self._host.experiment.peers().known.values()
+        others = [peer for peer in peers if peer.node_role == "worker" and peer.peer_id not in self._host.nodes]
+        return [peer for peer in others if self._watch.live(peer)]
+
+    def _peer_steps(self, step: Step) -> dict[str, Step]:
+        """How far everyone has come who is there, this host's own nodes included: they learn from each other too."""
+        steps = {peer.peer_id: peer.shared_step for peer in self._live_peers() if peer.shared_step is not None}
+        return steps | dict.fromkeys(self._host.nodes, step)
 
     def _beat(self, *, shared: Step | None = None, learned: Step | None = None) -> None:
         for lease in self._leases:
@@ -122,5 +119,5 @@ class Rounds:
 
     def _checkpoint(self) -> None:
         assert self._done is not None
-        write_checkpoints(self._host, self._done.round)
-        self._saved = self._done.round
+        write_checkpoints(self._host, self._done)
+        self._saved = self._done

@@ -1,4 +1,4 @@
-"""Everything that waits: joining, coordinating, hosting, in real time, until the work is done or a signal comes.
+"""Joining, coordinating, hosting: a swarm in real time, until the work is done or a signal comes.
 
     work        one or more nodes of this process take part in an experiment
     coordinate  the clock
@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from rl_swarm import __version__
 from rl_swarm.checkpoints import restore
 from rl_swarm.coordinator import Coordinator
-from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, StoreUnavailable, SwarmError
+from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, Stopped, StoreUnavailable
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
-from rl_swarm.heart import Heart, claim_name, claim_seat
+from rl_swarm.heart import Heart, claim_names, claim_seat
 from rl_swarm.host import Host
 from rl_swarm.policies import open_policy
 from rl_swarm.protocols import Store
@@ -31,9 +31,11 @@ from rl_swarm.settings import Settings, public
 from rl_swarm.stores import open_store
 from rl_swarm.stores.patient import PatientStore
 from rl_swarm.tasks import open_tasks
-from rl_swarm.waiting import LONGEST_POLL, SHORTEST_POLL, Stop, Watcher
+from rl_swarm.waiting import Stop, Watcher
 
 LONGEST_RETRY = 15.0
+# The clock looks more often than the nodes: everybody waits for it.
+LONGEST_CLOCK_POLL = 0.25
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
     if found is None:
         return
     with ExitStack() as stack:
-        leases = [claim_name(stack, found, node, "worker", settings, stop) for node in nodes]
+        leases = claim_names(stack, found, nodes, "worker", settings, stop)
         heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         say = _logged(watcher, experiment, nodes)
@@ -69,59 +71,68 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         assert settings.tasks is not None, "filled in by settings.load"
         task = open_tasks(settings.tasks, settings.task_difficulty)
         host = Host(experiment, nodes, task, open_policy(settings, nodes), settings)
-        done = restore(host, say)
+        _tell_differences(found, settings, say)
+        done = restore(host, say, lambda: stop.requested)
         for lease in leases:
             heart.beat(lease, done, done)
         Rounds(host, leases, heart, done, stop, say, watcher).run()
         heart.check()
 
 
-def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | None = None, poll: float = 0.1) -> None:
+def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | None = None) -> None:
     """Keep the clock until the last round is over."""
     plain = store or open_store(settings.gdrive_path, create=True)
     found = _open_or_create(plain, settings, watcher)
     name = settings.node_id
     with ExitStack() as stack:
         seat = claim_seat(stack, found, settings, stop)
-        lease = claim_name(stack, found, name, "coordinator", settings, stop)
-        heart = stack.enter_context(Heart([seat, lease], settings.lease_seconds, stop))
+        leases = [seat, *claim_names(stack, found, [name], "coordinator", settings, stop)]
+        heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         coordinator = Coordinator(experiment, name, settings, time.time, time.monotonic)
         say = _logged(watcher, experiment, [name])
         say(f"{name} keeps the clock of {experiment.name} at round {coordinator.state.round}")
         before = coordinator.state
         workers = -1
-        while not stop.requested and not before.finished:
+        polls = stop.polls(LONGEST_CLOCK_POLL)
+        while not before.finished and next(polls, stop) is not stop:
             state = coordinator.tick()
             if len(coordinator.workers) != workers:
                 workers = len(coordinator.workers)
                 say(f"round {state.round}: {workers} live worker{'' if workers == 1 else 's'}")
             if state != before:
-                say("finished" if state.finished else f"round {state.round} stage {state.stage} begins")
-                before = state
-            else:
-                stop.pause(poll)
+                before, polls = state, stop.polls(LONGEST_CLOCK_POLL)
+                if not state.finished:
+                    say(f"round {state.round} stage {state.stage} begins")
+        if before.finished:
+            say(f"the experiment is finished, its last round was {before.round}; a larger MAX_ROUNDS takes it further")
         heart.check()
 
 
 def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher) -> None:
-    """K nodes as one program, and the coordinator too unless one is running."""
+    """K nodes as one program, and the coordinator too unless, and as long as, somebody else is it."""
     store = open_store(settings.gdrive_path, create=True)
-    if settings.coordinator_pace == "free":
-        work(settings, nodes, stop, watcher, store)
-        return
     clock_stop = Stop()
-    failure: list[SwarmError] = []
+    failures: list[Exception] = []
 
     def keep_clock() -> None:
-        own = settings.model_copy(update={"node_id": f"{settings.node_id}_coordinator"})
+        own = settings.model_copy(update={"node_id": coordinator_name(settings.node_id)})
+        said = False
         try:
-            # Its lines would only repeat those of the nodes; they are in its own log.
-            coordinate(own, clock_stop, Watcher(), store, poll=SHORTEST_POLL)
-        except NameTaken as error:
-            watcher.say(f"{error} It is used here too.")
-        except SwarmError as error:
-            failure.append(error)
+            while not clock_stop.requested:
+                try:
+                    # Its lines would only repeat those of the nodes; they are in its own log.
+                    coordinate(own, clock_stop, Watcher(), store)
+                    return
+                except NameTaken as error:
+                    if not said:
+                        watcher.say(f"{error} It is used here too.")
+                        said = True
+                    clock_stop.pause(settings.lease_seconds)
+        except Stopped:
+            pass
+        except Exception as error:  # noqa: BLE001 kept, and raised by the working thread below
+            failures.append(error)
             stop.request()
 
     thread = threading.Thread(target=keep_clock, name="coordinator")
@@ -129,30 +140,36 @@ def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher)
     try:
         work(settings, nodes, stop, watcher, store)
         if not stop.requested:
-            thread.join()
+            _let_the_clock_finish(thread, store, settings)
     finally:
         clock_stop.request()
         thread.join()
-    if failure:
-        raise failure[0]
+    if failures:
+        raise failures[0]
 
 
-# Finding the experiment
+def coordinator_name(node_id: str) -> str:
+    return f"{node_id}_coordinator"
+
+
+def _let_the_clock_finish(clock: threading.Thread, store: Store, settings: Settings) -> None:
+    """The nodes are done; if the clock is kept here, it has a last word to write. Others' clocks are theirs."""
+    state = open_experiment(store, settings.experiment_name).state()
+    if state is None or state.updated_by == coordinator_name(settings.node_id):
+        clock.join(timeout=settings.lease_seconds)
 
 
 def _await_experiment(store: Store, settings: Settings, stop: Stop, watcher: Watcher) -> Experiment | None:
     if settings.coordinator_pace == "free":
         return _open_or_create(store, settings, watcher)
-    poll, said = SHORTEST_POLL, False
-    while not stop.requested:
+    said = False
+    for _ in stop.polls():
         try:
             return open_experiment(store, settings.experiment_name)
         except ExperimentMissing as error:
             if not said:
                 watcher.say(f"{error} Waiting for the coordinator to make it; check EXPERIMENT_NAME and GDRIVE_PATH.")
                 said = True
-        stop.pause(poll)
-        poll = min(LONGEST_POLL, poll * 1.3)
     return None
 
 
@@ -165,13 +182,21 @@ def _open_or_create(store: Store, settings: Settings, watcher: Watcher) -> Exper
         return open_experiment(store, settings.experiment_name)
 
 
+def _tell_differences(experiment: Experiment, settings: Settings, say: Callable[[str], None]) -> None:
+    """Nodes may differ in much; in these settings a difference is rarely meant."""
+    for name in ("num_generations", "max_stages", "rollout_publish_frequency", "coordinator_pace", "seed"):
+        theirs, ours = experiment.birth.settings.get(name), getattr(settings, name)
+        if theirs is not None and theirs != ours:
+            say(f"note: {name.upper()} is {ours} here; the experiment was made with {theirs}")
+
+
 def _waiter(stop: Stop, watcher: Watcher) -> Callable[[StoreUnavailable, int], None]:
     def wait(error: StoreUnavailable, attempt: int) -> None:
         if stop.requested:
             raise error
         if attempt == 1:
             watcher.say(f"{error} Waiting until it is mended; nothing is lost.")
-        stop.pause(min(LONGEST_RETRY, 0.5 * 1.5**attempt))
+        stop.pause(min(LONGEST_RETRY, 0.5 * 1.5 ** min(attempt, 10)))
 
     return wait
 

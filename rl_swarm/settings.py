@@ -40,6 +40,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def require_name(setting: str, name: str) -> None:
+    """Check a name made from a setting, such as one of several nodes of a host."""
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise SettingsError(f"{setting} makes the name {name!r}, which is not allowed: {error}.") from None
+
+
 def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("none", "") else value
 
@@ -214,6 +222,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 "ROLLOUT_PUBLISH_FREQUENCY='round' is not allowed with ROLLOUT_STALENESS=0: files appear after the "
                 "update, so peers can only use them a round later; set ROLLOUT_STALENESS to 1 or more"
+            )
+        if self.rollout_cleanup_enabled and self.checkpoint_interval == 0:
+            raise ValueError(
+                "ROLLOUT_CLEANUP_ENABLED=True is not allowed with CHECKPOINT_INTERVAL=0: a restarted node needs the "
+                "rollouts since its last checkpoint"
             )
         absent = {"KL_BETA": self.kl_beta, "LORA_RANK": self.lora_rank, "ADAPTIVE_IJ_ENABLED": self.adaptive_ij_enabled}
         for name, value in absent.items():

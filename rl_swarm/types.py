@@ -27,6 +27,10 @@ class Step(NamedTuple):
     round: int
     stage: int = 0
 
+    def following(self, stages: int) -> Step:
+        """The step after this one, in rounds of so many stages."""
+        return Step(self.round, self.stage + 1) if self.stage + 1 < stages else Step(self.round + 1)
+
 
 class QuestionName(NamedTuple):
     """All that is ever sent of a question: from this the receiver rebuilds prompt and answer by itself."""

@@ -17,6 +17,7 @@ from rl_swarm.errors import (
     KeyMissing,
     MalformedRecord,
     SettingsError,
+    SwarmError,
 )
 from rl_swarm.experiment import Experiment, PublishedFile, create_experiment, list_experiments, open_experiment
 from rl_swarm.protocols import Store
@@ -83,6 +84,8 @@ def host_nodes(args: argparse.Namespace) -> int:
     # All nodes of a host start together: nobody to wait for.
     loaded = settings.load(_given(args), defaults={"coordinator_join_grace": 0})
     nodes = [f"{loaded.node_id}_{number}" for number in range(args.nodes)]
+    for name in (*nodes, run.coordinator_name(loaded.node_id)):
+        settings.require_name("NODE_ID", name)
     return _run(loaded, lambda stop, watcher: run.host(loaded, nodes, stop, watcher))
 
 
@@ -169,11 +172,11 @@ def status(args: argparse.Namespace) -> int:
 
 def peers(args: argparse.Namespace) -> int:
     from rl_swarm.monitor.screen import table
-    from rl_swarm.monitor.status import is_active, last_step
+    from rl_swarm.monitor.status import is_active
 
     rows = []
     for node, peer in sorted(_experiment(args).peers().known.items()):
-        step = last_step(peer)
+        step = peer.learned_step
         state = "left" if peer.left else "active" if is_active(peer) else "dead"
         rows.append(
             [node, peer.node_role, state, "" if step is None else str(step.round), peer.model, peer.process.host]
@@ -202,8 +205,10 @@ def rollouts(args: argparse.Namespace) -> int:
                 say(f"{visible(file.node)}: {visible(str(error))}")
                 continue
             for rollouts in wire.rollouts.values():
-                if shown == args.limit or not rollouts:
+                if shown == args.limit:
                     break
+                if not rollouts:
+                    continue
                 shown += 1
                 console.print(f"round {round}  {visible(file.node)}", markup=False, style="bold")
                 console.print(visible(rollouts[0].prompt), markup=False)
@@ -252,12 +257,15 @@ def export_results(args: argparse.Namespace) -> int:
     from rl_swarm.export import export_model, export_summary
 
     experiment = _experiment(args)
-    if args.node is None:
-        for path in export_summary(experiment, args.out):
-            print(path)
-    else:
-        round = export_model(experiment, args.node, args.out)
-        print(f"{args.out}: the model of {args.node} after round {round}")
+    try:
+        if args.node is None:
+            for path in export_summary(experiment, args.out):
+                print(path)
+        else:
+            round = export_model(experiment, args.node, args.out)
+            print(f"{args.out}: the model of {args.node} after round {round}")
+    except OSError as error:
+        raise SwarmError(f"Cannot write to the folder {args.out}: {error.strerror or error}.") from None
     return 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+from rl_swarm.errors import Stopped
 from rl_swarm.types import Step
 
 SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
@@ -26,6 +28,19 @@ class Stop:
     def pause(self, seconds: float) -> None:
         """Sleep, but wake up at once when asked to end."""
         self._event.wait(seconds)
+
+    def pause_or_end(self, seconds: float) -> None:
+        """Sleep; raise Stopped if asked to end."""
+        if self._event.wait(seconds):
+            raise Stopped("Stopped while waiting.")
+
+    def polls(self, longest: float = LONGEST_POLL) -> Iterator[None]:
+        """Look again and again, at first often, then less, until asked to end."""
+        seconds = SHORTEST_POLL
+        while not self.requested:
+            yield
+            self.pause(seconds)
+            seconds = min(longest, seconds * 1.3)
 
 
 class Watcher:

@@ -83,10 +83,10 @@ def test_only_the_chosen_kinds_are_drawn_and_accepted() -> None:
 
 def test_held_out_questions_are_never_drawn_for_training_nor_the_others_for_evaluation() -> None:
     for held_out in (False, True):
-        questions = TASK.sample(1000, random.Random(4), held_out=held_out)
+        questions = TASK.sample(300, random.Random(4), held_out=held_out)
         assert {is_held_out(question.prompt) for question in questions} == {held_out}
-    training = {question.prompt for question in TASK.sample(3000, random.Random(5))}
-    evaluation = {question.prompt for question in TASK.sample(3000, random.Random(6), held_out=True)}
+    training = {question.prompt for question in TASK.sample(1500, random.Random(5))}
+    evaluation = {question.prompt for question in TASK.sample(800, random.Random(6), held_out=True)}
     assert not training & evaluation
 
 

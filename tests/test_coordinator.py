@@ -236,6 +236,7 @@ def test_the_experiment_is_finished_when_the_last_step_is_over() -> None:
 def test_workers_that_did_the_last_step_and_left_leave_a_finished_experiment() -> None:
     swarm = Swarm(max_rounds=2, coordinator_pace="free")
     swarm.beat("ada", learned=(1, 0), left=True)
+    assert not swarm.coordinator.tick().finished, "it follows step by step"
     assert swarm.coordinator.tick().finished
 
 

@@ -62,7 +62,9 @@ def test_greedy_decoding_equals_that_of_transformers_for_prompts_of_unequal_leng
     shape = read_shape(folder)
     weights = stack(read_weights(folder, shape), 1)
     prompts = [[5, 9, 2], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
-    sampled = sampling.sample(shape, weights, [prompts], 2, [0], end=-1, max_new_tokens=7, temperature=0.0, top_p=1.0)
+    sampled = sampling.sample(
+        shape, weights, [prompts], 2, [0], ends=[-1], max_new_tokens=7, temperature=0.0, top_p=1.0
+    )
     for q, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
         expected = reference.generate(
@@ -81,12 +83,14 @@ def test_log_probs_of_sampling_equal_those_of_a_plain_forward_pass(folder: Path)
     shape = read_shape(folder)
     weights = stack(read_weights(folder, shape), 1)
     prompts = [[5, 9, 2], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
-    sampled = sampling.sample(shape, weights, [prompts], 3, [11], end=4, max_new_tokens=9, temperature=0.7, top_p=1.0)
+    sampled = sampling.sample(
+        shape, weights, [prompts], 3, [11], ends=[4, 6], max_new_tokens=9, temperature=0.7, top_p=1.0
+    )
     for s in range(9):
         length = int(sampled.lengths_KS[0, s])
         prompt, completion = prompts[s // 3], sampled.ids_KSC[0, s, :length].tolist()
-        assert 4 not in completion[:-1], "nothing is counted after the end of text"
-        assert bool(sampled.stopped_KS[0, s]) == (completion[-1] == 4)
+        assert not {4, 6} & set(completion[:-1]), "nothing is counted after the end of text"
+        assert bool(sampled.stopped_KS[0, s]) == (completion[-1] in (4, 6))
         scores = torch.log_softmax(ours(shape, weights, prompt + completion, 2) / 0.7, -1)
         for c, token in enumerate(completion):
             expected = scores[len(prompt) - 1 + c, token]
@@ -101,7 +105,9 @@ def test_nodes_with_different_weights_do_not_disturb_each_other(folder: Path) ->
     prompts = [[[5, 9, 2], [7]], [[1, 2, 3, 4], [8, 8]]]
 
     def sample(weights: Weights, prompts: list[list[list[int]]], seeds: list[int]) -> sampling.Sampled:
-        return sampling.sample(shape, weights, prompts, 4, seeds, end=3, max_new_tokens=8, temperature=1.0, top_p=0.9)
+        return sampling.sample(
+            shape, weights, prompts, 4, seeds, ends=[3], max_new_tokens=8, temperature=1.0, top_p=0.9
+        )
 
     together = sample(both, prompts, [1, 2])
     for k, weights in enumerate((single, other)):

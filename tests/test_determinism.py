@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from swarms import ELSEWHERE
 
 from rl_swarm import settings
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
@@ -23,7 +25,8 @@ from rl_swarm.stores.folder import FolderStore
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.tasks import open_tasks
 
-TIMES = ("timestamp", "seconds")
+# Times, and the name of the run, which is drawn when an experiment is made.
+TIMES = ("timestamp", "seconds", "run")
 NODES = ["n0", "n1", "n2"]
 
 
@@ -113,6 +116,10 @@ def prepare(root: Path, model: str) -> Experiment:
     assert loaded.tasks is not None
     host = Host(experiment, ["peer"], open_tasks(loaded.tasks, "default"), open_policy(loaded, ["peer"]), loaded)
     simulate(experiment, [host], 1)
+    # It is still there, only slow: without a common clock nobody reads from those who left.
+    key = experiment.peer_key("peer")
+    peer = experiment.read_lease(key)
+    experiment.write_lease(key, msgspec.structs.replace(peer, left=False, process=ELSEWHERE))
     return experiment
 
 

@@ -167,9 +167,11 @@ def of_another_question(file: JsonFile) -> bytes:
 
 def crowd(groups: int) -> Callable[[JsonFile], bytes]:
     def alter(file: JsonFile) -> bytes:
-        file["rollouts"] = {str(number): file["rollouts"]["0"] for number in range(groups)}
-        file["questions"] = {str(number): file["questions"]["0"] for number in range(groups)}
-        return json.dumps(file).encode()
+        for part in ("rollouts", "questions"):
+            one = json.dumps(file[part]["0"])
+            file[part] = "{" + ",".join(f'"{number}":{one}' for number in range(groups)) + "}"
+        texts = (file.pop("rollouts"), file.pop("questions"))
+        return (json.dumps(file)[:-1] + ',"rollouts":{},"questions":{}}}'.format(*texts)).encode()
 
     return alter
 

@@ -250,7 +250,8 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_changes_nothing() -> Non
         with pytest.raises(CheckpointError):
             policy.load("a", bad, note)
     with pytest.raises(CheckpointError, match="belongs"):
-        policy.load("a", saved, {**note, "run": "another"})
+        policy.load("a", saved, {"run": "another"})
+    assert policy.load("a", saved, {"run": "r", "node": "a"}) == note
     assert all(torch.equal(before[name], weight) for name, weight in policy.node_weights("a").items())
 
 
@@ -265,12 +266,23 @@ def test_a_prompt_beyond_the_context_is_an_error_with_a_remedy() -> None:
         make_policy(["a"]).generate({"a": ["1" * 125]}, 2, {"a": 0})
 
 
-def test_a_peers_completion_beyond_the_context_is_left_out_and_counted() -> None:
+def test_text_too_long_or_no_text_at_all_does_not_fit() -> None:
     policy = make_policy(["a"])
-    (useful, _) = sampled_groups(policy, ["a"])["a"]
-    group = useful.group
-    long = RolloutGroup(
-        "peer", Step(0), "0", group.question, (Rollout("1" * 200), Rollout("1"), Rollout("2"), Rollout("3"))
-    )
-    stats = policy.update({"a": [ScoredGroup(long, (1.0, 0.0, 0.0, 1.0))]})
-    assert stats["a"]["overlong"] == 1
+    for text, truncated, fits in [
+        ("1234567", False, True),  # with its end, eight tokens: as many as the node may write itself
+        ("12345678", False, False),
+        ("12345678", True, True),
+        ("1" * 200, True, False),
+        ("x" * 1_000_000, True, False),
+        ("", False, True),
+        ("", True, False),  # no token: nothing that could be trained
+    ]:
+        assert policy.fits("1+1=", [Rollout("7"), Rollout(text, truncated=truncated)]) == fits, text[:20]
+
+
+def test_nothing_is_claimed_of_a_round_in_which_nothing_was_learned() -> None:
+    policy = make_policy(["a"])
+    (scored, _) = sampled_groups(policy, ["a"])["a"]
+    stats = policy.update({"a": [ScoredGroup(scored.group, (1.0,) * len(scored.rewards))]})["a"]
+    assert stats["updated"] == 0.0
+    assert "entropy" not in stats and "logprob_gap" not in stats

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swarms import ELSEWHERE, FakeClock, a_peer, toy_experiment, toy_settings
@@ -243,19 +244,28 @@ def test_news_that_a_failing_store_did_not_take_comes_with_the_next_beat(tmp_pat
 
 def test_a_peer_lives_as_long_as_its_beat_moves_within_the_observers_own_time(experiment: Experiment) -> None:
     clock = FakeClock(500.0)
-    watch = Watch(LEASE, clock)
-    assert watch.live(a_peer(experiment, "ada", beat=1))
+    watch = Watch(clock)
+
+    def seen(node: str, **given: Any) -> Peer:
+        return a_peer(experiment, node, lease_seconds=LEASE, **given)
+
+    assert watch.live(seen("ada", beat=1))
     clock.advance(LEASE - 0.1)
-    assert watch.live(a_peer(experiment, "ada", beat=1))
-    assert watch.live(a_peer(experiment, "ada", beat=2))
+    assert watch.live(seen("ada", beat=1))
+    assert watch.live(seen("ada", beat=2))
     clock.advance(LEASE - 0.1)
-    assert watch.live(a_peer(experiment, "ada", beat=2))
+    assert watch.live(seen("ada", beat=2))
     clock.advance(0.1)
-    assert not watch.live(a_peer(experiment, "ada", beat=2))
-    assert watch.live(a_peer(experiment, "bob", beat=2)), "whoever is seen for the first time has his time before him"
-    assert watch.live(a_peer(experiment, "ada", beat=2, token="started again"))
-    assert not watch.live(a_peer(experiment, "ada", beat=3, left=True))
-    assert not watch.live(a_peer(experiment, "cleo", process=DEAD_HERE))
+    assert not watch.live(seen("ada", beat=2))
+    assert watch.live(seen("bob", beat=2)), "whoever is seen for the first time has his time before him"
+    assert watch.live(seen("ada", beat=2, token="started again"))
+    assert not watch.live(seen("ada", beat=3, left=True))
+    assert not watch.live(seen("cleo", process=DEAD_HERE))
+    clock.advance(LEASE)
+    patient = a_peer(experiment, "dora", lease_seconds=3 * LEASE)
+    assert watch.live(patient)
+    clock.advance(2 * LEASE)
+    assert watch.live(patient), "it beats in its own time, and says so"
 
 
 # Processes

@@ -21,7 +21,7 @@ GIVEN: dict[str, Any] = {"num_generations": 8, "num_transplant_trees": 4, "max_r
 
 def plain(rows: Rows) -> Rows:
     """What does not depend on when and how fast it was."""
-    return [{name: value for name, value in row.items() if name not in ("timestamp", "seconds")} for row in rows]
+    return [{name: value for name, value in row.items() if name not in ("timestamp", "seconds", "run")} for row in rows]
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
 def test_a_folder_and_a_store_in_memory_give_the_same_rows(tmp_path: Path) -> None:
     stores: list[Store] = [MemoryStore(), FolderStore(tmp_path, durable=False)]
     memory, folder = (toy_run(store, **GIVEN) for store in stores)
-    assert memory[1] == folder[1]
+    assert plain(memory[1]) == plain(folder[1])
     assert list(memory[0].store.keys("")) == list(folder[0].store.keys(""))
 
 
@@ -56,11 +56,12 @@ def test_rows_do_not_depend_on_who_is_hosted_with_whom(grouping: list[tuple[str,
 
 
 def test_every_row_of_a_long_run_accounts_for_its_groups_and_learning_shows() -> None:
-    _, rows = toy_run(MemoryStore(), **{**GIVEN, "max_rounds": 60, "learning_rate": 4.0})
-    assert len(rows) == 60 * 3
+    chosen = {"max_rounds": 40, "learning_rate": 4.0, "tasks": "arithmetic/bits", "eval_every": 0}
+    _, rows = toy_run(MemoryStore(), **{**GIVEN, **chosen})
+    assert len(rows) == 40 * 3
     assert all(accounted(row) for row in rows)
     early = [row["my_reward"] for row in rows if row["round"] < 5]
-    late = [row["my_reward"] for row in rows if row["round"] >= 55]
+    late = [row["my_reward"] for row in rows if row["round"] >= 35]
     assert sum(late) > 2 * sum(early)
 
 
@@ -96,7 +97,7 @@ def test_whoever_watches_sees_each_step_as_it_ends_and_the_clock_where_it_is() -
 
 
 def test_retention_works_in_a_simulation_too() -> None:
-    kept = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 2, "checkpoint_interval": 0}
+    kept = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 2, "checkpoint_interval": 1}
     experiment, rows = toy_run(MemoryStore(), **{**GIVEN, **kept, "max_rounds": 8})
-    assert experiment.rollout_rounds() == [5, 6, 7], "two kept, and one that the slowest was known to need"
+    assert experiment.rollout_rounds() == [4, 5, 6, 7], "out of reach of the window and of a restart"
     assert plain(rows) == plain(toy_run(MemoryStore(), **{**GIVEN, "max_rounds": 8})[1])

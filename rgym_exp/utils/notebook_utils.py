@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,9 @@ def run_with_live_output(
                 sys.stdout.flush()
             return child.wait()
         except KeyboardInterrupt:
+            # The child leads a group of its own: a shell in between would keep the signal to itself.
             if interrupted:
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)
                 raise
             interrupted = True
-            child.terminate()
+            os.killpg(child.pid, signal.SIGTERM)

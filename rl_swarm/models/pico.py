@@ -175,7 +175,7 @@ def measure(folder: Path, questions: int, device: str) -> None:
         asked = task.sample(questions, random.Random(0), held_out=True)
         prompts = [[tokens.encode(question.prompt) for question in asked]]
         sampled = sampling.sample(
-            shape, weights, prompts, 1, [0], end=tokens.end, max_new_tokens=16, temperature=1.0, top_p=1.0
+            shape, weights, prompts, 1, [0], ends=tokens.ends, max_new_tokens=16, temperature=1.0, top_p=1.0
         )
         texts = [
             tokens.decode(ids[:length])

@@ -7,7 +7,6 @@ from typing import Any
 
 from rl_swarm.experiment import Experiment, Peer
 from rl_swarm.lease import process_state
-from rl_swarm.types import Step
 
 
 def is_active(peer: Peer) -> bool:
@@ -60,7 +59,3 @@ def reward_curve(rows: list[dict[str, Any]], column: str = "my_reward") -> dict[
         if row.get(column) is not None:
             values[row["round"]].append(float(row[column]))
     return {round: sum(found) / len(found) for round, found in sorted(values.items())}
-
-
-def last_step(peer: Peer) -> Step | None:
-    return None if peer.learned is None else Step(*peer.learned)

@@ -65,8 +65,17 @@ def read_shape(folder: Path) -> Shape:
     if family not in SUPPORTED_FAMILIES:
         raise ModelError(f"{folder} holds a {family!r} model; this version runs {', '.join(SUPPORTED_FAMILIES)}.")
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rotary.get("rope_type", "default") != "default" or config.get("use_sliding_window"):
-        raise ModelError(f"{folder} uses scaled rotary positions or a sliding window, which this version does not run.")
+    unlike = {
+        "scaled rotary positions": rotary.get("rope_type", rotary.get("type", "default")) != "default",
+        "partly rotary positions": (rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1)) != 1,
+        "a sliding window": bool(config.get("use_sliding_window")),
+        "another activation than silu": config.get("hidden_act", "silu") != "silu",
+        "biases in its feed-forward layers": bool(config.get("mlp_bias")),
+        "biases in all of its attention": family == "llama" and bool(config.get("attention_bias")),
+    }
+    for what, found in unlike.items():
+        if found:
+            raise ModelError(f"{folder} has {what}, which this version does not run.")
     try:
         heads = int(config["num_attention_heads"])
         return Shape(
@@ -79,7 +88,7 @@ def read_shape(folder: Path) -> Shape:
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
             rotary_base=float(rotary.get("rope_theta") or config.get("rope_theta") or 10_000.0),
             context=int(config["max_position_embeddings"]),
-            qkv_bias=bool(config.get("attention_bias", family == "qwen2")),
+            qkv_bias=family == "qwen2",
             tied=bool(config.get("tie_word_embeddings", False)),
         )
     except KeyError as error:

@@ -30,10 +30,12 @@ def foreign_weight(off_policy: str, advantage: float) -> float:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, both under the sampling temperature."""
+    """Log-prob of each target, and the entropy of each distribution (a figure, not differentiated)."""
     logp = torch.log_softmax(logits / temperature, -1)
     chosen = logp.gather(-1, targets[..., None])[..., 0]
-    return chosen, -(logp.exp() * logp).sum(-1)
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
+    return chosen, entropy
 
 
 def clipped_surrogate(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

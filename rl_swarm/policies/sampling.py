@@ -57,7 +57,7 @@ def sample(
     group_size: int,
     seeds: Sequence[int],
     *,
-    end: int,
+    ends: Sequence[int],
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -94,10 +94,11 @@ def sample(
     length_KS = torch.full((K, S), max_new_tokens, device=device)
     position_KS = lengths_KQ.repeat_interleave(group_size, 1)
     slots = torch.arange(total, device=device)
+    ends_E = torch.tensor(ends, device=device)
     for c in range(max_new_tokens):
         ids_KS, logprob_KS = pick(scores_KSV, uniform_KSC[:, :, c], temperature, top_p)
         ids_KSC[:, :, c], logprobs_KSC[:, :, c] = ids_KS, logprob_KS
-        ending_KS = (ids_KS == end) & ~done_KS
+        ending_KS = torch.isin(ids_KS, ends_E) & ~done_KS
         length_KS[ending_KS] = c + 1
         done_KS |= ending_KS
         if c + 1 == max_new_tokens or bool(done_KS.all()):

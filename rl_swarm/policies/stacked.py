@@ -25,6 +25,9 @@ from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
 from rl_swarm.types import Rollout, ScoredGroup
 
+# No tokenizer makes one token of more characters than this, runs of spaces included.
+LONGEST_TOKEN = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Learning:
@@ -38,7 +41,7 @@ class Learning:
     clip_high: float = 0.28
     off_policy: str = "none"
     max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: int = 8192
     dtype: str = "float32"
     gradient_checkpointing: bool = False
 
@@ -63,7 +66,6 @@ class _Batch:
 
     sequences: list[_Sequence]
     tokens: int
-    overlong: int
 
 
 class StackedPolicy:
@@ -78,8 +80,8 @@ class StackedPolicy:
             raise ModelError(
                 f"{folder}: the tokenizer knows {self._tokens.size} tokens, the model only {self._shape.vocabulary}."
             )
-        stacked = stack(read_weights(folder, self._shape), len(nodes))
-        self._weights: Weights = {name: weight.to(device).contiguous() for name, weight in stacked.items()}
+        single = {name: weight.to(device) for name, weight in read_weights(folder, self._shape).items()}
+        self._weights: Weights = stack(single, len(nodes))
         self._adam = StackedAdam(self._weights)
         self._device = torch.device(device)
 
@@ -102,7 +104,7 @@ class StackedPolicy:
             encoded,
             group_size,
             [seeds[node] for node in self._nodes],
-            end=self._tokens.end,
+            ends=self._tokens.ends,
             max_new_tokens=learning.max_new_tokens,
             temperature=learning.temperature,
             top_p=learning.top_p,
@@ -140,7 +142,6 @@ class StackedPolicy:
             | {
                 "grad_norm": norms[k],
                 "trained_tokens": prepared[k].tokens,
-                "overlong": prepared[k].overlong,
                 "updated": float(moved[k]),
             }
             for k, node in enumerate(self._nodes)
@@ -163,25 +164,16 @@ class StackedPolicy:
             weight.requires_grad_(False)
             weight.grad = None
         return gradients, [
-            {
-                "loss": sums["loss"][k].item(),
-                "entropy": sums["entropy"][k].item() / max(1.0, sums["seen"][k].item()),
-                "clip_fraction": sums["clipped"][k].item() / max(1.0, sums["seen"][k].item()),
-                "logprob_gap": sums["gap"][k].item(),
-            }
-            for k in range(len(batches))
+            _figures({name: values[k].item() for name, values in sums.items()}) for k in range(len(batches))
         ]
 
     def _prepare(self, node: str, groups: Sequence[ScoredGroup]) -> _Batch:
-        batch = _Batch([], 0, 0)
+        batch = _Batch([], 0)
         for scored in groups:
             prompt = self._tokens.encode_prompt(scored.group.question.prompt)
             foreign = scored.group.node != node
             for rollout, advantage in zip(scored.group.rollouts, scored.advantages, strict=True):
                 completion = rollout.token_ids or self._encode_completion(rollout)
-                if len(prompt) + len(completion) > self._shape.context:
-                    batch.overlong += 1
-                    continue
                 batch.tokens += len(completion)
                 if foreign:
                     advantage *= grpo.foreign_weight(self._learning.off_policy, advantage)
@@ -192,6 +184,14 @@ class StackedPolicy:
         # Neighbours of like length waste the least padding; the sort is stable, so runs repeat exactly.
         batch.sequences.sort(key=lambda sequence: sequence.length)
         return batch
+
+    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+        room = min(self._learning.max_new_tokens, self._shape.context - len(self._tokens.encode_prompt(prompt)))
+        # Hopelessly long text need not be encoded to be turned away.
+        return all(
+            len(rollout.text) <= room * LONGEST_TOKEN and 0 < len(self._encode_completion(rollout)) <= room
+            for rollout in rollouts
+        )
 
     def _encode_completion(self, rollout: Rollout) -> list[int]:
         ids = self._tokens.encode(rollout.text)
@@ -247,8 +247,7 @@ class StackedPolicy:
         )
         index = source_KSC.to(device)[..., None].expand(K, S, C, self._shape.width)
         scores = logits(self._shape, weights, hidden.gather(2, index).view(K, S * C, -1)).view(K, S, C, -1)
-        # Temperature 0 samples greedily; its gradient is that of the plain distribution.
-        logp, entropy = grpo.token_logprobs(scores, targets_KSC, self._learning.temperature or 1.0)
+        logp, entropy = grpo.token_logprobs(scores, targets_KSC, self._learning.temperature)
         loss_KSC, clipped_KSC = grpo.clipped_surrogate(
             logp, logp.detach(), advantage_KS1.to(device), self._learning.clip_low, self._learning.clip_high
         )
@@ -259,7 +258,7 @@ class StackedPolicy:
         gap_K = ((logp.detach() - sampled_KSC).abs() * real_KSC).nan_to_num(0.0).amax((1, 2))
         sums["gap"] = torch.maximum(sums["gap"], gap_K.cpu().double())
         sums["loss"] += loss_K.detach().cpu().double()
-        sums["entropy"] += (entropy.detach() * real_KSC).sum((1, 2)).cpu().double()
+        sums["entropy"] += (entropy * real_KSC).sum((1, 2)).cpu().double()
         sums["clipped"] += (clipped_KSC * real_KSC).sum((1, 2)).cpu().double()
         sums["seen"] += real_KSC.sum((1, 2)).cpu().double()
 
@@ -281,11 +280,12 @@ class StackedPolicy:
         torch.save({**state, "steps": self._adam.steps_K[k].clone(), "note": dict(note)}, buffer)
         return buffer.getvalue()
 
-    def load(self, node: str, saved: bytes, expected: CheckpointNote) -> None:
+    def load(self, node: str, saved: bytes, expected: CheckpointNote) -> CheckpointNote:
         k = self._nodes.index(node)
         state = _read_saved(saved)
         parts = {"weights": self._weights, "first": self._adam.first, "second": self._adam.second}
-        if state["note"] != dict(expected):
+        note: dict[str, str | int] = state["note"]
+        if not expected.items() <= note.items():
             raise CheckpointError(f"it belongs to {state['note']}, not to {dict(expected)}")
         for part, tensors in parts.items():
             sizes = {name: tensor.shape[1:] for name, tensor in tensors.items()}
@@ -295,11 +295,25 @@ class StackedPolicy:
             for name, tensor in tensors.items():
                 tensor[k].copy_(state[part][name])
         self._adam.steps_K[k] = state["steps"]
+        return note
 
     def node_weights(self, node: str) -> Weights:
         """A copy of one node's weights under their Hugging Face names."""
         k = self._nodes.index(node)
         return {name: weight[k].detach().cpu().clone() for name, weight in self._weights.items()}
+
+
+def _figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens that were looked at; where there was nothing to learn from, nothing is claimed."""
+    seen = sums["seen"]
+    if not seen:
+        return {"loss": 0.0}
+    return {
+        "loss": sums["loss"],
+        "entropy": sums["entropy"] / seen,
+        "clip_fraction": sums["clipped"] / seen,
+        "logprob_gap": sums["gap"],
+    }
 
 
 def _read_saved(saved: bytes) -> dict[str, Any]:

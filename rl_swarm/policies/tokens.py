@@ -12,7 +12,7 @@ from rl_swarm.errors import ModelError
 
 
 class Tokens:
-    """A tokenizer and the token that ends a completion."""
+    """A tokenizer and the tokens that end a completion: some models have several, the first is the usual one."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -22,9 +22,13 @@ class Tokens:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 the library raises bare Exception for every kind of broken file
             raise ModelError(f"{path} cannot be read: {error}.") from None
-        self.end = _end_token(folder)
-        if self.end >= self._tokenizer.get_vocab_size():
-            raise ModelError(f"{folder}: the end-of-text token {self.end} is not in the tokenizer's vocabulary.")
+        self.ends = _end_tokens(folder)
+        if max(self.ends) >= self._tokenizer.get_vocab_size():
+            raise ModelError(f"{folder}: the end-of-text tokens {self.ends} are not all in the tokenizer's vocabulary.")
+
+    @property
+    def end(self) -> int:
+        return self.ends[0]
 
     @property
     def size(self) -> int:
@@ -40,17 +44,16 @@ class Tokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion; a final end-of-text token leaves no trace in it."""
-        visible = ids[:-1] if ids and ids[-1] == self.end else ids
+        visible = ids[:-1] if ids and ids[-1] in self.ends else ids
         return str(self._tokenizer.decode(list(visible), skip_special_tokens=False))
 
 
-def _end_token(folder: Path) -> int:
+def _end_tokens(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            end = json.loads(path.read_text()).get("eos_token_id")
-            if isinstance(end, list) and end:
-                end = end[0]
-            if isinstance(end, int):
-                return end
+            found = json.loads(path.read_text()).get("eos_token_id")
+            ends = [found] if isinstance(found, int) else found
+            if ends:
+                return tuple(int(end) for end in ends)
     raise ModelError(f"{folder} names no end-of-text token (eos_token_id in config.json).")

@@ -17,7 +17,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 from rl_swarm.errors import KeyExists, KeyMissing, MalformedRecord, StoreUnavailable
-from rl_swarm.stores.keys import TEMPORARY, check_key, check_prefix
+from rl_swarm.stores.keys import TEMPORARY, check_key, check_prefix, check_removable
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -151,7 +151,7 @@ class FolderStore:
         return sorted(found)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
+        path = self._root / check_removable(key)
         with self._explained("delete"):
             path.unlink(missing_ok=True)
         self._check_root("delete")
@@ -174,6 +174,11 @@ class FolderStore:
             for parent in path.parents:
                 if parent == self._root:
                     break
+                # What killed writers left in the making is all that remains: it goes with its folder.
+                left = list(parent.iterdir())
+                if left and all(entry.name.startswith(TEMPORARY) for entry in left):
+                    for entry in left:
+                        entry.unlink()
                 parent.rmdir()
 
     def _path(self, key: str) -> Path:

@@ -14,6 +14,14 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_removable(key: str) -> str:
+    """The key itself if it leads nowhere else. What somebody planted under an impossible name may still be removed."""
+    for segment in key.split("/"):
+        if segment in ("", ".", "..") or segment.startswith(TEMPORARY):
+            raise ValueError(f"not a valid key: {key!r}")
+    return key
+
+
 def check_prefix(prefix: str) -> str:
     """The prefix itself if its folder is safe to look into; the name after the last slash may be incomplete."""
     folder, slash, _ = prefix.rpartition("/")

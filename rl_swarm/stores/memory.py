@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rl_swarm.errors import KeyExists, KeyMissing, MalformedRecord
-from rl_swarm.stores.keys import check_key, check_prefix
+from rl_swarm.stores.keys import check_key, check_prefix, check_removable
 
 
 class MemoryStore:
@@ -48,7 +48,7 @@ class MemoryStore:
 
     def delete(self, key: str) -> None:
         with self._lock:
-            self._values.pop(check_key(key), None)
+            self._values.pop(check_removable(key), None)
 
     def move(self, key: str, target: str) -> None:
         with self._lock:
