@@ -17,7 +17,7 @@ from rl_swarm.policies.tokens import Tokens
 pytestmark = pytest.mark.torch
 torch.set_num_threads(1)
 
-LLAMA = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES = {
     "llama": transformers.LlamaConfig(**LLAMA, num_key_value_heads=4, tie_word_embeddings=True),
     "llama, grouped queries, untied": transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, rms_norm_eps=1e-5),

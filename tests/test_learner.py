@@ -1,4 +1,4 @@
-"""The learner's arithmetic: gradients against a naive loop in float64, Adam against torch's, nodes against each other."""
+"""The learner's arithmetic: gradients against a naive loop in float64, Adam against torch's, nodes against others."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_rows_come_in_the_order_of_steps_and_of_one_node_if_asked() -> None:
 
 
 def test_a_curve_is_the_mean_over_nodes_of_the_rounds_that_have_the_figure() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"round": 0, "my_reward": 0.25},
         {"round": 1, "my_reward": 0.5, "eval_reward": 0.125},
         {"round": 0, "my_reward": 0.75, "eval_reward": None},

@@ -265,7 +265,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_read_only_disk_is_waited_for_and_no_round_is_lost(small_disk: Path) -> None:
     def remount(mode: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
+        # Refused while a file is open for writing, so it takes a few tries beside a busy node.
+        command = ["mount", "-o", f"remount,{mode}", str(small_disk)]
+        until(lambda: subprocess.run(command, capture_output=True).returncode == 0)
 
     survive_trouble(small_disk, lambda: remount("ro"), lambda: remount("rw"), "read-only")
 
