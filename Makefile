@@ -22,7 +22,7 @@ test: setup lint
 	$(TEST) -n 2
 
 test-fast: setup
-	$(TEST) -m "not torch"
+	$(TEST) -n 2 -m "not torch and not slow"
 
 lint: setup
 	$(BIN)/ruff check --quiet .

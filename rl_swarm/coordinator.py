@@ -67,7 +67,8 @@ class Coordinator:
         state = self._experiment.state()
         if state is None:
             done = [peer.learned_step for peer in self._experiment.peers().known.values() if peer.learned_step]
-            return self._write(max(done).following(self._settings.max_stages) if done else Step(0))
+            # A record that claims the impossible sets the clock to its last step at most.
+            return self._write(min(max(done).following(self._settings.max_stages), self._last) if done else Step(0))
         if state.finished and state.step < self._last:
             # More rounds are asked for than when it was finished.
             return self._write(state.step.following(self._settings.max_stages))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from rl_swarm import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Left out means not even imported: the fast part runs where torch is not installed."""
+    if "not torch" in config.option.markexpr and collection_path.suffix == ".py":
+        return "pytestmark = pytest.mark.torch" in collection_path.read_text() or None
+    return None
 
 
 @pytest.fixture(autouse=True)

@@ -240,6 +240,27 @@ def test_workers_that_did_the_last_step_and_left_leave_a_finished_experiment() -
     assert swarm.coordinator.tick().finished
 
 
+def test_at_the_quorum_pace_the_last_step_ends_with_the_last_worker() -> None:
+    swarm = Swarm(max_rounds=2)
+    swarm.beat("ada", learned=(0, 0))
+    assert swarm.tick() == Step(1)
+    swarm.beat("ada", learned=(0, 0), left=True)
+    assert not swarm.coordinator.tick().finished, "nobody has done the last step yet"
+    swarm.beat("ada", learned=(1, 0), left=True)
+    assert swarm.coordinator.tick().finished
+
+
+def test_nobody_ends_an_experiment_by_claiming_to_have_done_it_all() -> None:
+    swarm = Swarm(max_rounds=5)
+    swarm.beat("evil", learned=(4, 0), left=True)
+    assert swarm.tick() == swarm.tick() == Step(0)
+    swarm.experiment.store.delete("experiments/trial/state/current_state.json")
+    swarm.beat("evil", learned=(10**9, 0))
+    swarm.coordinator = swarm.started()
+    assert swarm.coordinator.state.step == Step(4), "a lost clock is set within bounds"
+    assert swarm.experiment.state() == swarm.coordinator.state
+
+
 def test_workers_that_left_before_the_last_step_do_not() -> None:
     swarm = Swarm(max_rounds=2)
     swarm.beat("ada", learned=(0, 0), left=True)

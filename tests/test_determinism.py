@@ -182,6 +182,7 @@ def compare_killed_with_unharmed(tmp_path: Path, model: str, nodes: str, kills: 
         assert outcome(root, nodes) == expected, f"killed before write {kill_at} of {total}"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_before_any_of_its_writes_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     compare_killed_with_unharmed(tmp_path, "toy", "solo", None)
 

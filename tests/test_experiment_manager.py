@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -33,7 +34,9 @@ STATUS_KEYS = (
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
-    return toy_run(FolderStore(tmp_path, durable=False), num_generations=8, eval_every=2, max_rounds=4)[0]
+    chosen: dict[str, Any] = {"num_generations": 8, "eval_every": 2, "max_rounds": 4}
+    chosen |= {"learning_rate": 8.0, "tasks": "arithmetic/bits"}
+    return toy_run(FolderStore(tmp_path, durable=False), **chosen)[0]
 
 
 @pytest.mark.usefixtures("experiment")
@@ -105,7 +108,8 @@ def test_experiments_are_compared_side_by_side(tmp_path: Path, experiment: Exper
     rewards = [row["my_reward"] for row in rows]
     assert table.loc["trial", "mean_reward"] == pytest.approx(sum(rewards) / 12)
     assert table.loc["trial", "cumulative_reward"] == pytest.approx(sum(rewards))
-    last = [row["eval_reward"] for row in rows if row["round"] == 3]
+    first, last = ([row["eval_reward"] for row in rows if row["round"] == round] for round in (1, 3))
+    assert sum(first) != sum(last)
     assert table.loc["trial", "final_eval_reward"] == pytest.approx(sum(last) / 3)
     assert pd.isna(table.loc["shorter", "final_eval_reward"]) and pd.isna(table.loc["new", "mean_reward"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +13,11 @@ from swarms import NODES, FakeClock, a_peer, accounted, toy_experiment, toy_host
 from rl_swarm.experiment import Experiment, open_experiment
 from rl_swarm.host import Host
 from rl_swarm.plan import read_plans
+from rl_swarm.policies.toy import ToyPolicy
+from rl_swarm.prune import prune_rollouts
 from rl_swarm.settings import Settings
 from rl_swarm.stores.memory import MemoryStore
-from rl_swarm.types import Step
+from rl_swarm.types import ScoredGroup, Step
 
 ROOT = "experiments/trial/"
 # Without a filter and with room for all, whatever was found is used: four groups of each peer.
@@ -71,6 +73,9 @@ def test_published_by_generation_is_a_file_for_each_question() -> None:
     assert swarm.files("rollouts/") == [f"rollouts/round_0/stage_0/ada.{part}.json" for part in range(4)]
     for part in range(4):
         assert list(swarm.record(f"rollouts/round_0/stage_0/ada.{part}.json")["questions"]) == [str(part)]
+    groups = [swarm.record(key)["rollouts"] for key in swarm.files("rollouts/")]
+    answers = {tuple(rollout["response"] for rollout in group[str(part)]) for part, group in enumerate(groups)}
+    assert len(answers) == 4, "each question is answered anew"
     assert swarm.play(Step(0), ["bob"])["bob"]["external_from"] == {"ada": 4}
 
 
@@ -160,6 +165,8 @@ def test_where_there_is_no_common_clock_the_newest_step_of_each_peer_is_read() -
     for round in range(3):
         swarm.play(Step(round), ["bob"])
     swarm.play(Step(0), ["cleo"])
+    swarm.hosts["stranger"] = toy_host(swarm.experiment, ["stranger"], swarm.settings)
+    swarm.play(Step(2), ["stranger"])
     host = swarm.hosts["ada"]
     newest = {"bob": Step(2), "cleo": Step(0), "ada": Step(0)}
     row = host.learn(Step(1), host.share(Step(1)), newest)["ada"]
@@ -304,6 +311,26 @@ def test_doing_a_step_again_writes_nothing_twice_and_learns_the_same() -> None:
         assert logits(swarm.hosts[node], node) == logits(single.hosts[node], node)
 
 
+class KilledInTheUpdate(ToyPolicy):
+    def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
+        raise KeyboardInterrupt
+
+
+def test_a_node_killed_between_choosing_and_learning_keeps_to_its_choice() -> None:
+    swarm, undisturbed = (Swarm(select="uniform", num_transplant_trees=3) for _ in range(2))
+    for each in (swarm, undisturbed):
+        each.hosts["bob"].share(Step(0))
+    ada = swarm.hosts["ada"]
+    killed = Host(swarm.experiment, ["ada"], ada.task, KilledInTheUpdate(["ada"], 0.5), swarm.settings)
+    with pytest.raises(KeyboardInterrupt):
+        killed.learn(Step(0), killed.share(Step(0)))
+    swarm.hosts["cleo"].share(Step(0))  # by now there is more to choose from
+    swarm.hosts["ada"] = toy_host(swarm.experiment, ["ada"], swarm.settings)
+    row, expected = (each.play(Step(0), ["ada"])["ada"] for each in (swarm, undisturbed))
+    assert row == {**expected, "run": row["run"]} and row["external_from"] == {"bob": 3}
+    assert logits(swarm.hosts["ada"], "ada") == logits(undisturbed.hosts["ada"], "ada")
+
+
 def test_evaluation_comes_when_asked_and_leaves_training_alone() -> None:
     swarm, without = Swarm(eval_every=2, eval_questions=16, max_stages=2), Swarm(max_stages=2)
     for step in (Step(0), Step(0, 1), Step(1), Step(1, 1), Step(2), Step(2, 1), Step(3), Step(3, 1)):
@@ -331,7 +358,7 @@ def rounds_of(swarm: Swarm, node: str, prefix: str = "rollouts/") -> list[int]:
     return sorted(int(key.partition("round_")[2].partition("/")[0]) for key in keys)
 
 
-RETENTION = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 3, "checkpoint_interval": 1}
+RETENTION: dict[str, Any] = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 3, "checkpoint_interval": 1}
 
 
 def aged(archive: bool = False, learned: dict[str, int] | None = None, left: str = "", **given: Any) -> Swarm:
@@ -381,6 +408,18 @@ def test_what_a_slow_peer_has_not_learned_from_stays() -> None:
 
 def test_a_peer_that_left_holds_up_nothing() -> None:
     assert rounds_of(aged(learned={"bob": 0}, left="bob"), "ada") == [5, 6, 7]
+
+
+def test_a_peer_that_has_not_been_heard_of_for_ages_holds_up_nothing() -> None:
+    swarm = Swarm(**RETENTION)
+    for node, round in (("ada", 50), ("dead", 2)):
+        peer = a_peer(swarm.experiment, node, learned=(round, 0))
+        swarm.experiment.write_lease(swarm.experiment.peer_key(node), peer)
+    for round in range(51):
+        swarm.experiment.publish("ada", Step(round), None, 0.0, "toy", [])
+    assert prune_rollouts(swarm.experiment, "ada", Step(20), swarm.settings) == 0
+    assert prune_rollouts(swarm.experiment, "ada", Step(50), swarm.settings) == 48
+    assert rounds_of(swarm, "ada") == [48, 49, 50]
 
 
 def test_what_a_restarted_peer_replays_from_its_checkpoint_stays() -> None:

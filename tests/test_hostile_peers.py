@@ -390,6 +390,23 @@ def test_a_flood_of_files_from_one_peer_is_cut_off(scene: Scene) -> None:
         assert list(row["external_from"]) == ["honest"] and accounted(row)
 
 
+def test_however_many_groups_a_peer_publishes_it_gets_its_share_and_no_more(scene: Scene) -> None:
+    task = scene.victim.task
+    rollouts = (Rollout("no idea"),) * G
+
+    def plant(step: Step) -> None:
+        drawn = task.sample(600, random.Random(f"evil {step}"))
+        questions = list({question.prompt: question for question in drawn}.values())[: codec.MAX_GROUPS + 40]
+        groups = [RolloutGroup(EVIL, step, str(id), question, rollouts) for id, question in enumerate(questions)]
+        scored = [score(task, group) for group in groups]
+        for part, some in enumerate((scored[:150], scored[150:])):
+            scene.experiment.publish(EVIL, step, part, 0.0, "toy", some)
+
+    for row in scene.play(plant):
+        assert row["rejected"] == {"over_share": codec.MAX_GROUPS - WANTED, "too_many_groups": 40}
+        assert list(row["external_from"]) == ["honest"] and accounted(row)
+
+
 # Bad records of peers
 
 

@@ -119,6 +119,14 @@ def test_a_name_held_elsewhere_whose_beat_stands_still_is_taken_over_after_the_l
     lease.beat()
 
 
+def test_a_holder_that_beats_slowly_is_given_its_own_time(experiment: Experiment) -> None:
+    held(experiment, lease_seconds=5 * LEASE)
+    claimant = Claimant(experiment, lambda: held(experiment, lease_seconds=100.0, beat=int(claimant.waited >= 60.0)))
+    with pytest.raises(NameTaken):
+        claimant.claim()
+    assert claimant.waited >= 60.0
+
+
 @pytest.mark.parametrize(
     "facts", [{"left": True}, {"process": DEAD_HERE}, {"run": "an earlier run"}], ids=["left", "dead here", "earlier"]
 )

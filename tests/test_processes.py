@@ -21,6 +21,8 @@ from rl_swarm.monitor.status import metric_rows
 from rl_swarm.stores.folder import FolderStore
 from rl_swarm.types import Step
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 LAUNCHER = [sys.executable, "-m", "rgym_exp.runner.swarm_launcher"]
 PATIENCE = 120.0

@@ -24,6 +24,8 @@ from rl_swarm.tasks.text import INSTRUCTION, is_held_out
 from rl_swarm.tasks.verifiers import new_facts, parse_fraction, parse_number, truth_table, variable_columns
 from rl_swarm.types import Question, QuestionName
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ALL = ReasoningGym(SUPPORTED_TASKS)
 COUNT = 200

@@ -51,6 +51,8 @@ def test_a_complete_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_so_does_one_published_otherwise_and_in_stages(tmp_path: Path, frequency: str) -> None:
     finished_run(tmp_path, rollout_publish_frequency=frequency, max_stages=2)
     assert validated(tmp_path) == 0
+    (tmp_path / "experiments/trial/rewards/round_1/stage_1/bob.json").unlink()
+    assert validated(tmp_path) == 1, "every stage is looked at"
 
 
 @pytest.mark.usefixtures("experiment")
