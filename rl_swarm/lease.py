@@ -106,7 +106,10 @@ def claim(
     experiment.write_lease(key, peer)
     # Two claimants may both have found the holder dead: the later write stands, and both read back which it was.
     pause(min(0.1, lease_seconds / 10))
-    found = experiment.read_lease(key)
+    try:
+        found = experiment.read_lease(key)
+    except (KeyMissing, MalformedRecord):
+        raise NameTaken(f"The name {node} could not be taken: its record was changed meanwhile. Try again.") from None
     if found.token != peer.token:
         raise NameTaken(_taken(found, role))
     return Lease(experiment, key, peer)

@@ -64,9 +64,13 @@ def write_plan(experiment: Experiment, node: str, step: Step, plan: Plan, timest
 def read_plans(experiment: Experiment, node: str) -> dict[Step, Plan]:
     plans: dict[Step, Plan] = {}
     for event in experiment.events(node).rows:
-        if event.get("event") == EVENT:
-            found = msgspec.convert(event, _PlanEvent)
-            plans[Step(found.round, found.stage)] = msgspec.convert(event, Plan)
+        if event.get("event") != EVENT:
+            continue
+        try:
+            place, plan = msgspec.convert(event, _PlanEvent), msgspec.convert(event, Plan)
+        except msgspec.ValidationError:
+            continue  # damaged by somebody: a finished step without its plan is then replayed without peers' groups
+        plans[Step(place.round, place.stage)] = plan
     return plans
 
 

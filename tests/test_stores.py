@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -697,3 +698,55 @@ def stop(error: StoreUnavailable) -> NoReturn:
 def test_an_address_without_a_store_is_a_bad_setting(address: str) -> None:
     with pytest.raises(SettingsError, match=r"GDRIVE_PATH='.*' is not allowed.*give a folder"):
         open_store(address)
+
+
+def test_what_a_killed_writer_left_goes_with_its_folder_but_not_while_it_may_be_in_use(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    for name, age in (("fresh", 0.0), ("old", 7200.0)):
+        store.put(f"{name}/key", b"value")
+        leftover = tmp_path / name / ".tmp-0123456789abcdef"
+        leftover.write_bytes(b"half a val")
+        then = time.time() - age
+        os.utime(leftover, (then, then))
+        store.delete(f"{name}/key")
+    assert (tmp_path / "fresh" / ".tmp-0123456789abcdef").exists()
+    assert not (tmp_path / "old").exists()
+
+
+def test_without_links_a_claim_whose_maker_was_killed_is_taken_over_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    store = FolderStore(tmp_path)
+    claim = tmp_path / ".tmp-key"
+    claim.touch()
+    with pytest.raises(KeyExists):
+        store.create("key", b"value")
+    then = time.time() - 7200
+    os.utime(claim, (then, then))
+    store.create("key", b"value")
+    assert store.get("key") == b"value"
+    assert not claim.exists()
+
+
+def test_a_writer_and_somebody_who_tidies_up_do_not_disturb_each_other(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, durable=False)
+    failures: list[Exception] = []
+
+    def write_and_delete(name: str) -> None:
+        try:
+            for _ in range(300):
+                store.put(f"folder/{name}", b"value")
+                store.delete(f"folder/{name}")
+        except StoreUnavailable as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write_and_delete, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -35,6 +35,9 @@ _CAUSES = {
     errno.ESTALE: "the network share went away",
     errno.ENOTCONN: "the mount is disconnected",
 }
+# A write takes moments. What is older by the file system's own clock was left by a writer that was killed.
+ABANDONED_SECONDS = 3600.0
+RACES_LOST = 10
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EIO}
 
 
@@ -97,7 +100,9 @@ class FolderStore:
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
-            raise KeyExists(f"{key} is being made by somebody else in {self._root}.") from None
+            if not _is_abandoned(claim, temporary.stat().st_mtime):
+                raise KeyExists(f"{key} is being made by somebody else in {self._root}.") from None
+            claim.touch()  # its maker was killed: taken over
         try:
             if os.path.lexists(path):
                 raise KeyExists(f"{key} is already in {self._root}.")
@@ -174,9 +179,11 @@ class FolderStore:
             for parent in path.parents:
                 if parent == self._root:
                     break
-                # What killed writers left in the making is all that remains: it goes with its folder.
+                # What killed writers left in the making goes with its folder, once it is too old to be in use. Its age
+                # is told by the folder's own clock: something in it was changed a moment ago.
+                now = parent.stat().st_mtime
                 left = list(parent.iterdir())
-                if left and all(entry.name.startswith(TEMPORARY) for entry in left):
+                if all(entry.name.startswith(TEMPORARY) and _is_abandoned(entry, now) for entry in left):
                     for entry in left:
                         entry.unlink()
                 parent.rmdir()
@@ -192,16 +199,24 @@ class FolderStore:
 
     @contextmanager
     def _temporary(self, path: Path, value: bytes) -> Iterator[Path]:
-        self._make_parent(path)
         temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
-            with open(temporary, "wb") as file:
+            with self._opened_new(temporary) as file:
                 file.write(value)
                 self._force(file)
             yield temporary
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+    def _opened_new(self, path: Path) -> BufferedWriter:
+        """A new file, in a folder that somebody may be removing as empty at this very moment."""
+        for _ in range(RACES_LOST):
+            with suppress(FileNotFoundError, FileExistsError):
+                self._make_parent(path)
+                return open(path, "wb")
+        self._make_parent(path)
+        return open(path, "wb")
 
     def _force(self, file: BufferedWriter) -> None:
         file.flush()
@@ -227,6 +242,13 @@ class FolderStore:
 def _open_to_append(path: str, flags: int) -> int:
     """Neither through a link to elsewhere nor into a pipe, which would hold the writer until somebody reads it."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _is_abandoned(path: Path, now: float) -> bool:
+    try:
+        return now - path.stat().st_mtime > ABANDONED_SECONDS
+    except FileNotFoundError:
+        return False  # finished this moment
 
 
 def _whole_lines(path: Path, size: int) -> int:
