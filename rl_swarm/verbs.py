@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,8 +66,9 @@ def show_demo(args: argparse.Namespace) -> int:
     save_curves(plot, curves, title, "held-out reward")
     say("")
     say(f"Done in {time.perf_counter() - began:.0f} s. The curves are in {plot}. To look further:")
+    program = "rl-swarm" if shutil.which("rl-swarm") else sys.argv[0]
     for command in ("status demo_sharing", "rollouts demo_sharing", "metrics demo_sharing --format csv"):
-        say(f"  rl-swarm {command}" + (f" --gdrive-path {root}" if "gdrive_path" in chosen else ""))
+        say(f"  {program} {command}" + (f" --gdrive-path {root}" if "gdrive_path" in chosen else ""))
     return 0
 
 
