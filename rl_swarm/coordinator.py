@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rl_swarm.experiment import Experiment, Peer, State
+from rl_swarm.experiment import Experiment
 from rl_swarm.lease import Watch
+from rl_swarm.records import Peer, State
 from rl_swarm.settings import Settings
 from rl_swarm.types import Step
 

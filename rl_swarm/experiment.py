@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,6 +34,7 @@ from rl_swarm.errors import (
     MalformedRecord,
 )
 from rl_swarm.protocols import Store
+from rl_swarm.records import Birth, MetricsRow, Peer, State, decode, encode
 from rl_swarm.settings import check_name
 from rl_swarm.types import ScoredGroup, Step
 
@@ -41,74 +42,7 @@ MAX_RECORD_BYTES = 2**20
 MAX_LEASE_BYTES = 2**13
 MAX_LOG_BYTES = 2**26
 
-# Numbers that others write stay where one can count with them and put them into a file's name.
-Number = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
-Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-
 _ROLLOUT_FILE = re.compile(r"(?P<node>.+?)(\.(?P<part>\d+))?\.json")
-_Record = TypeVar("_Record")
-
-
-class Birth(msgspec.Struct, frozen=True):
-    """experiment.json. The run id tells this experiment from an earlier one of the same name."""
-
-    run: str
-    name: str
-    created: Moment
-    version: str
-    settings: dict[str, Any]
-    made_by: str = "init"
-    deleted: bool = False
-
-
-class State(msgspec.Struct, frozen=True):
-    """The swarm's clock, written by the coordinator alone."""
-
-    run: str
-    round: Number
-    stage: Number
-    updated_at: float
-    updated_by: str
-    finished: bool = False
-
-    @property
-    def step(self) -> Step:
-        return Step(self.round, self.stage)
-
-
-class Process(msgspec.Struct, frozen=True):
-    """Which process of which machine: enough to tell, on that machine, whether it still runs."""
-
-    host: str
-    boot: str
-    pid: int
-    started: str
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """A node's lease: `beat` grows while it lives. `shared` and `learned` are the last steps it finished a half of."""
-
-    run: str
-    peer_id: str
-    node_role: str
-    model: str
-    version: str
-    registered_at: float
-    token: str
-    process: Process
-    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 20.0
-    beat: Number = 0
-    shared: tuple[Number, Number] | None = None
-    learned: tuple[Number, Number] | None = None
-    left: bool = False
-
-    @property
-    def shared_step(self) -> Step | None:
-        return None if self.shared is None else Step(*self.shared)
-
-    @property
-    def learned_step(self) -> Step | None:
-        return None if self.learned is None else Step(*self.learned)
 
 
 class Peers(NamedTuple):
@@ -121,20 +55,6 @@ class PublishedFile(NamedTuple):
     node: str
     step: Step
     part: int | None
-
-
-class MetricsRow(msgspec.Struct, frozen=True):
-    """What readers rely on in a metrics row; there is more in it. A line without this counts as unreadable."""
-
-    run: str
-    round: Number
-    stage: Number
-    node_id: str
-    my_reward: float
-    external_wanted: int
-    external_used: int
-    external_missing: dict[str, int]
-    eval_reward: float | None = None
 
 
 class Log(NamedTuple):
@@ -159,7 +79,7 @@ class Experiment:
     def state(self) -> State | None:
         """The clock; None before there is one, or while what lies in its place is none of this run's."""
         try:
-            state = _decode(self.store.get(self._key("state/current_state.json"), MAX_RECORD_BYTES), State)
+            state = decode(self.store.get(self._key("state/current_state.json"), MAX_RECORD_BYTES), State)
         except (KeyMissing, MalformedRecord):
             state = None
         if state is None or state.run != self.run:
@@ -168,7 +88,7 @@ class Experiment:
         return state
 
     def write_state(self, state: State) -> None:
-        self.store.put(self._key("state/current_state.json"), _encode(state))
+        self.store.put(self._key("state/current_state.json"), encode(state))
 
     def check_still_here(self) -> None:
         """Raise if the experiment was deleted or made anew under us."""
@@ -184,13 +104,13 @@ class Experiment:
         return self._key("state/coordinator.json")
 
     def create_lease(self, key: str, peer: Peer) -> None:
-        self.store.create(key, _encode(peer))
+        self.store.create(key, encode(peer))
 
     def write_lease(self, key: str, peer: Peer) -> None:
-        self.store.put(key, _encode(peer))
+        self.store.put(key, encode(peer))
 
     def read_lease(self, key: str) -> Peer:
-        return _decode(self.store.get(key, MAX_LEASE_BYTES), Peer)
+        return decode(self.store.get(key, MAX_LEASE_BYTES), Peer)
 
     def peers(self) -> Peers:
         known: dict[str, Peer] = {}
@@ -272,7 +192,7 @@ class Experiment:
         record = {
             "round": step.round, "stage": step.stage, "reward": reward, "peer_id": node, "submitted_at": timestamp
         }  # fmt: skip
-        self.store.put(self._reward_key(node, step), _encode(record))
+        self.store.put(self._reward_key(node, step), encode(record))
 
     def has_reward(self, node: str, step: Step) -> bool:
         return self._reward_key(node, step) in self.store.keys(self._reward_key(node, step))
@@ -282,12 +202,12 @@ class Experiment:
 
     def write_vote(self, node: str, step: Step, winner: str, scores: Mapping[str, float]) -> None:
         record = {"round": step.round, "voter": node, "winner": winner, "mean_rewards": dict(scores)}
-        self.store.put(self._key(f"winners/round_{step.round}/{node}.json"), _encode(record))
+        self.store.put(self._key(f"winners/round_{step.round}/{node}.json"), encode(record))
 
     # Logs
 
     def append_metrics(self, node: str, row: Mapping[str, Any]) -> None:
-        self.store.append(self._key(f"logs/{node}/metrics.jsonl"), _encode(row))
+        self.store.append(self._key(f"logs/{node}/metrics.jsonl"), encode(row))
 
     def metrics(self, node: str) -> Log:
         """The rows this node wrote about itself. Other nodes read them too, so their kind is checked."""
@@ -296,7 +216,7 @@ class Experiment:
         return Log(rows, log.unreadable + len(log.rows) - len(rows))
 
     def append_event(self, node: str, event: Mapping[str, Any]) -> None:
-        self.store.append(self._key(f"logs/{node}/training_events.jsonl"), _encode({"run": self.run, **event}))
+        self.store.append(self._key(f"logs/{node}/training_events.jsonl"), encode({"run": self.run, **event}))
 
     def events(self, node: str) -> Log:
         log = self._log(node, "training_events.jsonl")
@@ -354,7 +274,7 @@ class Experiment:
         removed, and removed last, so that an interrupted deletion can be repeated.
         """
         birth = self._key("experiment.json")
-        self.store.put(birth, _encode(msgspec.structs.replace(self.birth, deleted=True)))
+        self.store.put(birth, encode(msgspec.structs.replace(self.birth, deleted=True)))
         deleted = 0
         while keys := [*self.store.keys(self._root), *self.store.keys(f"archives/{self.name}/")]:
             rest = [key for key in keys if key != birth]
@@ -372,7 +292,7 @@ def create_experiment(
 ) -> Experiment:
     birth = Birth(secrets.token_hex(8), check_name(name), timestamp, __version__, dict(settings), made_by)
     try:
-        store.create(_birth_key(name), _encode(birth))
+        store.create(_birth_key(name), encode(birth))
     except KeyExists:
         raise ExperimentExists(f"Experiment {name} exists already; delete it first or choose another name.") from None
     return Experiment(store, birth)
@@ -388,7 +308,7 @@ def open_experiment(store: Store, name: str) -> Experiment:
         hint = f"there are: {', '.join(others[:8])}" if others else "there is none at all yet"
         raise ExperimentMissing(f"There is no experiment {name} in this store ({hint}).") from None
     # The folder's name counts: in a copied folder the record still has the old one, and would lead back to it.
-    birth = msgspec.structs.replace(_decode(data, Birth), name=name)
+    birth = msgspec.structs.replace(decode(data, Birth), name=name)
     if birth.deleted:
         raise ExperimentMissing(f"Experiment {name} is being deleted.")
     return Experiment(store, birth)
@@ -422,14 +342,3 @@ def _numbers(keys: Iterable[str], prefix: str) -> list[int]:
     names = (key.rstrip("/").rpartition("/")[2] for key in keys)
     digits = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     return sorted(int(text) for text in digits if text.isascii() and text.isdigit())
-
-
-def _encode(record: object) -> bytes:
-    return msgspec.json.encode(record)
-
-
-def _decode(data: bytes, type: type[_Record]) -> _Record:
-    try:
-        return msgspec.json.decode(data, type=type)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRecord("wrong_schema", str(error)) from None

@@ -21,7 +21,8 @@ import msgspec
 
 from rl_swarm import __version__
 from rl_swarm.errors import KeyExists, KeyMissing, MalformedRecord, NameTaken
-from rl_swarm.experiment import Experiment, Peer, Process
+from rl_swarm.experiment import Experiment
+from rl_swarm.records import Peer, Process
 from rl_swarm.types import Step
 
 BEATS_PER_LEASE = 5

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from rl_swarm.checkpoints import write_checkpoints
-from rl_swarm.experiment import Peer
 from rl_swarm.heart import Heart
 from rl_swarm.host import Host
 from rl_swarm.lease import Lease, Watch
+from rl_swarm.records import Peer
 from rl_swarm.types import Step
 from rl_swarm.waiting import Stop, Watcher
 

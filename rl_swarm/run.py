@@ -112,6 +112,7 @@ def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | 
 def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher) -> None:
     """K nodes as one program, and the coordinator too unless, and as long as, somebody else is it."""
     store = open_store(settings.gdrive_path, create=True)
+    _open_or_create(store, settings, watcher)
     clock_stop = Stop()
     failures: list[Exception] = []
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_swarm import __version__
-from rl_swarm.experiment import Experiment, Peer, State
+from rl_swarm.experiment import Experiment
 from rl_swarm.host import Host
 from rl_swarm.lease import this_process
+from rl_swarm.records import Peer, State
 from rl_swarm.types import Step
 
 SIMULATOR = "simulator"

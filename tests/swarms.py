@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_swarm import settings
-from rl_swarm.experiment import Experiment, Peer, Process, create_experiment
+from rl_swarm.experiment import Experiment, create_experiment
 from rl_swarm.host import Host
 from rl_swarm.policies import open_policy
 from rl_swarm.protocols import Store
+from rl_swarm.records import Peer, Process
 from rl_swarm.settings import Settings
 from rl_swarm.simulate import simulate
 from rl_swarm.tasks import open_tasks

@@ -17,7 +17,7 @@ LAYERS = [
     {"rl_swarm", "types", "errors"},
     {"randomness", "protocols", "selection", "models"},
     {"tasks"},
-    {"settings", "codec"},
+    {"settings", "codec", "records"},
     {"stores", "policies", "models.pico"},
     {"experiment"},
     {"lease", "gathering", "plan", "prune"},

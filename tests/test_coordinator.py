@@ -10,8 +10,8 @@ from swarms import FakeClock, a_peer, toy_experiment, toy_settings
 
 from rl_swarm.coordinator import Coordinator
 from rl_swarm.errors import ExperimentMissing, ExperimentReplaced
-from rl_swarm.experiment import Process
 from rl_swarm.lease import this_process
+from rl_swarm.records import Process
 from rl_swarm.settings import Settings
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.types import Step

@@ -15,8 +15,9 @@ from swarms import ELSEWHERE, FakeClock, a_peer, toy_experiment, toy_settings
 
 from rl_swarm import __version__
 from rl_swarm.errors import ExperimentMissing, ExperimentReplaced, NameTaken, StoreUnavailable
-from rl_swarm.experiment import Experiment, Peer, Process
+from rl_swarm.experiment import Experiment
 from rl_swarm.lease import Lease, Watch, claim, process_state, this_process
+from rl_swarm.records import Peer, Process
 from rl_swarm.stores.folder import FolderStore
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.types import Step

@@ -12,11 +12,12 @@ import pytest
 from swarms import NODES, a_peer, toy_experiment, toy_run, toy_settings
 
 from rl_swarm.cli import main
-from rl_swarm.experiment import Experiment, Process
+from rl_swarm.experiment import Experiment
 from rl_swarm.lease import this_process
 from rl_swarm.monitor.figures import save_curves, sparkline
 from rl_swarm.monitor.screen import visible
 from rl_swarm.monitor.status import cumulative_rewards, experiment_status, is_active, metric_rows, reward_curve
+from rl_swarm.records import Process
 from rl_swarm.stores.folder import FolderStore
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.types import Step

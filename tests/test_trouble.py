@@ -16,8 +16,9 @@ from swarms import ELSEWHERE, FakeClock, a_peer, toy_experiment, toy_host, toy_r
 from rl_swarm import cli, heart, run
 from rl_swarm.coordinator import Coordinator
 from rl_swarm.errors import ExperimentMissing, Stopped, StoreUnavailable
-from rl_swarm.experiment import PublishedFile, State, create_experiment, open_experiment
+from rl_swarm.experiment import PublishedFile, create_experiment, open_experiment
 from rl_swarm.lease import claim
+from rl_swarm.records import State
 from rl_swarm.stores.folder import FolderStore
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.types import Step

@@ -13,8 +13,9 @@ from swarms import a_peer, toy_run
 
 from rgym_exp.test.validate_test_run import main as older_command
 from rl_swarm.cli import main
-from rl_swarm.experiment import Experiment, State
+from rl_swarm.experiment import Experiment
 from rl_swarm.monitor.validate import Check, report, validate
+from rl_swarm.records import State
 from rl_swarm.stores.folder import FolderStore
 from rl_swarm.stores.memory import MemoryStore
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from rl_swarm.experiment import Experiment, Peer
+from rl_swarm.experiment import Experiment
 from rl_swarm.lease import process_state
+from rl_swarm.records import Peer
 
 
 def is_active(peer: Peer) -> bool:
