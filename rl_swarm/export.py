@@ -15,6 +15,9 @@ from rl_swarm.monitor.screen import visible
 from rl_swarm.monitor.status import experiment_status, metric_rows
 from rl_swarm.policies import model_folder
 
+# What a model folder holds beside weights: configuration, tokenizer, chat template.
+DESCRIPTIONS = (".json", ".jinja", ".txt", ".model")
+
 
 def summary(experiment: Experiment) -> dict[str, Any]:
     return {"status": experiment_status(experiment), "settings": experiment.birth.settings}
@@ -65,8 +68,8 @@ def export_model(experiment: Experiment, node: str, out: Path) -> int:
     source = model_folder(peer.model)
     weights = read_saved_weights(experiment.read_checkpoint(node, rounds[-1]))
     out.mkdir(parents=True, exist_ok=True)
-    for path in source.glob("*.json"):
-        if not path.name.endswith(".index.json"):
+    for path in source.iterdir():
+        if path.suffix in DESCRIPTIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
     save_weights(weights, out)
     return rounds[-1]

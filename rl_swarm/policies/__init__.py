@@ -56,7 +56,11 @@ def model_folder(name: str, token: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, token=token, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(
+                name, token=token, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"The model {name} could not be downloaded: {reason}") from None

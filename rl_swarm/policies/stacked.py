@@ -131,6 +131,9 @@ class StackedPolicy:
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         prepared = [self._prepare(node, batches[node]) for node in self._nodes]
+        if not any(batch.sequences for batch in prepared):
+            nothing = {**_figures({"seen": 0.0}), "grad_norm": 0.0, "updated": 0.0}
+            return {node: nothing | {"trained_tokens": prepared[k].tokens} for k, node in enumerate(self._nodes)}
         gradients, figures = self._gradients(prepared)
         active_K = torch.tensor([bool(batch.sequences) for batch in prepared])
         norm_K, moved_K = self._adam.step(
