@@ -65,13 +65,8 @@ class Host:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.experiment, self.nodes, self.task, self.policy, self.settings = (
-            experiment,
-            tuple(nodes),
-            task,
-            policy,
-            settings,
-        )
+        self.experiment, self.nodes = experiment, tuple(nodes)
+        self.task, self.policy, self.settings = task, policy, settings
         self._clock, self._timer = clock, timer
         self._reader = PeerReader(experiment, task, policy, settings.num_generations, cache=settings.cache_rollouts)
         self._select = RULES[settings.select]
@@ -99,10 +94,8 @@ class Host:
         questions = {node: self.task.sample(count, self._rng(node, "questions", step)) for node in self.nodes}
         if self.settings.rollout_publish_frequency == "generation":
             for part in range(count):
-                yield (
-                    part,
-                    self._answer(step, {node: asked[part : part + 1] for node, asked in questions.items()}, part),
-                )
+                one_each = {node: asked[part : part + 1] for node, asked in questions.items()}
+                yield part, self._answer(step, one_each, part)
         else:
             yield None, self._answer(step, questions, 0)
 

@@ -56,9 +56,12 @@ class Rounds:
 
     def _next_step(self) -> Step | None:
         """The step to do next, as soon as it is time; None when there is none or a stop was requested."""
+        expected = self._expected()
+        if expected.round >= self._settings.max_rounds:
+            self._say(f"round {self._settings.max_rounds - 1} was the last")
+            return None
         if self._free:
-            step = self._expected()
-            return None if self._stop.requested or step.round >= self._settings.max_rounds else step
+            return None if self._stop.requested else expected
         began, reminded = time.monotonic(), 0.0
         for _ in self._stop.polls():
             state = self._host.experiment.state()
