@@ -154,7 +154,7 @@ def coordinator_name(node_id: str) -> str:
 
 
 def _let_the_clock_finish(clock: threading.Thread, store: Store, settings: Settings) -> None:
-    """The nodes are done; if the clock is kept here, others may be in the last round still. Others' clocks are theirs."""
+    """The nodes are done; if the clock is kept here, others may still be in the last round."""
     state = open_experiment(store, settings.experiment_name).state()
     if state is None or state.updated_by == coordinator_name(settings.node_id):
         clock.join(timeout=settings.coordinator_round_interval + settings.lease_seconds)
