@@ -69,6 +69,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Errors in one sentence, like those of settings."""
 
+    def __init__(self, **given: Any) -> None:
+        # No abbreviations: what works today by chance would mean something else when a setting is added.
+        super().__init__(**given, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 

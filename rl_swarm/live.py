@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
@@ -54,9 +55,19 @@ class RoundLines(Watcher):
             f"{sum(row['external_wanted'] for row in values)}",
             f"{sum(seconds.values()) - seconds.get('wait', 0.0):.2f} s, waited {seconds.get('wait', 0.0):.2f} s",
         ]
-        self.say("  ".join(part for part in parts if part))
+        self.say("  ".join(part for part in parts if part) + _why_missing(values))
         if self._progress is not None:
             self._progress.update(self._bar, completed=step.round + 1)
+
+
+def _why_missing(rows: list[dict[str, Any]]) -> str:
+    """The reasons for peers' groups that were wanted and not used, in brackets; what was turned away by its cause."""
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update({reason: n for reason, n in row["external_missing"].items() if reason != "rejected"})
+        if "rejected" in row["external_missing"]:
+            reasons.update(row["rejected"])
+    return f"  (missing: {', '.join(f'{reason} {n}' for reason, n in reasons.most_common(3))})" if reasons else ""
 
 
 class DemoScreen:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rl_swarm.checkpoints import write_checkpoints
+from rl_swarm.errors import KeyMissing, MalformedRecord
 from rl_swarm.heart import Heart
 from rl_swarm.host import Host
 from rl_swarm.lease import Lease, Watch
@@ -13,7 +14,7 @@ from rl_swarm.records import Peer
 from rl_swarm.types import Step
 from rl_swarm.waiting import Stop, Watcher
 
-REMINDER_SECONDS = 60.0
+FIRST_WORD_SECONDS, REMINDER_SECONDS = 3.0, 60.0
 
 
 class Rounds:
@@ -48,11 +49,14 @@ class Rounds:
             rows = self._host.learn(step, shared, self._peer_steps(step) if self._free else None, skipped)
             self._done = step
             self._beat(learned=step)
-            self._watcher.rows(step, rows)
+            if rows:
+                self._watcher.rows(step, rows)
             if step.stage == self._settings.max_stages - 1 and self._is_checkpointed(step.round):
                 self._checkpoint()
         if self._done is not None and self._saved != self._done:
             self._checkpoint()
+        if self._done is not None and self._stop.requested:
+            self._say(f"saved after round {self._done.round}; the same command goes on from here")
 
     def _next_step(self) -> Step | None:
         """The step to do next, as soon as it is time; None when there is none or a stop was requested."""
@@ -71,10 +75,20 @@ class Rounds:
             if state is not None and (self._done is None or state.step > self._done):
                 return state.step if state.round < self._settings.max_rounds else None
             waited = time.monotonic() - began
+            if waited > FIRST_WORD_SECONDS and not reminded and not self._has_coordinator():
+                reminded = waited
+                self._say("waiting: this experiment has no coordinator right now; rl-swarm coordinate starts one")
             if waited - reminded > max(REMINDER_SECONDS, self._settings.coordinator_round_interval):
                 reminded = waited
                 self._say(f"still waiting after {waited:.0f} s: no new round. Is the coordinator running?")
         return None
+
+    def _has_coordinator(self) -> bool:
+        try:
+            seat = self._host.experiment.read_lease(self._host.experiment.coordinator_key())
+        except (KeyMissing, MalformedRecord):
+            return False
+        return self._watch.live(seat)
 
     def _expected(self) -> Step:
         return Step(0) if self._done is None else self._done.following(self._settings.max_stages)

@@ -20,17 +20,18 @@ from contextlib import ExitStack, contextmanager
 from rl_swarm import __version__
 from rl_swarm.checkpoints import restore
 from rl_swarm.coordinator import Coordinator
-from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, Stopped, StoreUnavailable
+from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, SettingsError, Stopped, StoreUnavailable
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
 from rl_swarm.heart import Heart, claim_names, claim_seat
 from rl_swarm.host import Host
-from rl_swarm.policies import open_policy
+from rl_swarm.policies import model_is_findable, open_policy
 from rl_swarm.protocols import Store
 from rl_swarm.rounds import Rounds
 from rl_swarm.settings import Settings, public
 from rl_swarm.stores import open_store
 from rl_swarm.stores.patient import PatientStore
 from rl_swarm.tasks import open_tasks
+from rl_swarm.types import Step
 from rl_swarm.waiting import Stop, Watcher
 
 LONGEST_RETRY = 15.0
@@ -62,6 +63,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
     found = _await_experiment(plain, settings, stop, watcher)
     if found is None:
         return
+    _check_models(found, nodes, settings)
     with ExitStack() as stack:
         leases = claim_names(stack, found, nodes, "worker", settings, stop)
         heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
@@ -92,6 +94,12 @@ def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | 
         coordinator = Coordinator(experiment, name, settings, time.time, time.monotonic)
         say = _logged(watcher, experiment, [name])
         say(f"{name} keeps the clock of {experiment.name} at round {coordinator.state.round}")
+        if (
+            settings.coordinator_pace == "quorum"
+            and coordinator.state.step == Step(0)
+            and settings.coordinator_join_grace
+        ):
+            say(f"round 0 stays open until nobody has joined for {settings.coordinator_join_grace:g} s")
         before = coordinator.state
         workers = -1
         polls = stop.polls(LONGEST_CLOCK_POLL)
@@ -181,6 +189,19 @@ def _open_or_create(store: Store, settings: Settings, watcher: Watcher) -> Exper
         return experiment
     except ExperimentExists:
         return open_experiment(store, settings.experiment_name)
+
+
+def _check_models(experiment: Experiment, nodes: Sequence[str], settings: Settings) -> None:
+    """A name that another model was trained under keeps that model: its checkpoints would be overwritten."""
+    if settings.model_name not in ("toy", "pico") and "/" in settings.model_name:
+        model_is_findable(settings.model_name)
+    known = experiment.peers().known
+    for node in nodes:
+        if node in known and known[node].model not in ("", settings.model_name) and experiment.checkpoint_rounds(node):
+            raise SettingsError(
+                f"MODEL_NAME={settings.model_name!r} is not allowed for {node}: it was trained as "
+                f"{known[node].model!r} in {experiment.name}; give that, or another NODE_ID."
+            )
 
 
 def _tell_differences(experiment: Experiment, settings: Settings, say: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from swarms import ELSEWHERE, FakeClock, a_peer, toy_experiment, toy_host, toy_r
 
 from rl_swarm import cli, heart, run
 from rl_swarm.coordinator import Coordinator
-from rl_swarm.errors import ExperimentMissing, Stopped, StoreUnavailable
+from rl_swarm.errors import ExperimentMissing, SettingsError, Stopped, StoreUnavailable
 from rl_swarm.experiment import PublishedFile, create_experiment, open_experiment
 from rl_swarm.lease import claim
 from rl_swarm.records import State
@@ -220,3 +220,41 @@ def test_duplicates_are_found_by_what_is_asked_not_by_the_name_it_goes_under() -
     row = reader.learn(Step(0), reader.share(Step(0)))["bob"]
     assert row["rejected"].get("duplicate", 0) == len(asked) - len(set(asked))
     assert len(set(asked)) < len(asked), "three small kinds, two hundred questions: some repeat"
+
+
+def test_a_node_keeps_the_model_it_was_trained_with(tmp_path: Path) -> None:
+    """Started again with another model, it would overwrite its own checkpoints."""
+    given = {"gdrive_path": str(tmp_path), "coordinator_pace": "free", "max_rounds": 2}
+    run.work(toy_settings(**given), ["n"], Stop(), Watcher())
+    experiment = open_experiment(FolderStore(tmp_path), "default_experiment")
+    before = experiment.read_checkpoint("n", 1)
+    with pytest.raises(SettingsError, match=r"was trained as 'toy'.*another NODE_ID"):
+        run.work(toy_settings(**given, model_name="pico"), ["n"], Stop(), Watcher())
+    assert experiment.read_checkpoint("n", 1) == before
+    assert experiment.peers().known["n"].model == "toy"
+
+
+def test_a_model_folder_that_is_not_there_is_refused_before_the_node_registers(tmp_path: Path) -> None:
+    chosen = toy_settings(gdrive_path=str(tmp_path), coordinator_pace="free", model_name="./no/such/folder")
+    with pytest.raises(SettingsError, match="neither a folder here nor a Hub id"):
+        run.work(chosen, ["n"], Stop(), Watcher())
+    assert open_experiment(FolderStore(tmp_path), "default_experiment").peers().known == {}
+
+
+def test_the_launcher_explains_itself_instead_of_starting_when_given_arguments() -> None:
+    launcher = [sys.executable, "-m", "rgym_exp.runner.swarm_launcher"]
+    for arguments, code in ((["--help"], 0), (["--rounds", "3"], 2)):
+        done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert "takes no arguments" in done.stderr
+
+
+def test_a_round_without_all_wanted_groups_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    from rl_swarm.live import RoundLines
+
+    experiment = toy_experiment(MemoryStore(), toy_settings())
+    toy_host(experiment, ["other_size"], toy_settings(num_generations=8)).share(Step(0))
+    host = toy_host(experiment, ["n"], toy_settings())
+    RoundLines(3).rows(Step(0), host.learn(Step(0), host.share(Step(0))))
+    assert "peers' groups 0 of 2" in (line := capsys.readouterr().out)
+    assert "(missing: group_size 4)" in line

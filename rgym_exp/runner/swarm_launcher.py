@@ -10,6 +10,10 @@ from rl_swarm.verbs import launch
 
 
 def main() -> int:
+    if len(sys.argv) > 1:
+        wanted_help = sys.argv[1] in ("-h", "--help")
+        sys.stderr.write(f"{__doc__}\nIt takes no arguments; docs/settings.md lists the variables.\n")
+        return 0 if wanted_help else 2
     return exit_code(lambda: launch(settings.load()))
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_swarm.errors import ModelError
+from rl_swarm.errors import ModelError, SettingsError
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies.toy import ToyPolicy
 from rl_swarm.protocols import Policy
@@ -43,14 +43,21 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
     return StackedPolicy(nodes, folder, learning, device)
 
 
+def model_is_findable(name: str) -> None:
+    """Refuse, before anything starts, a path that leads nowhere and cannot be a Hub id either."""
+    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/"))):
+        raise SettingsError(
+            f"MODEL_NAME={name!r} is not allowed: it is neither a folder here nor a Hub id (owner/name)."
+        )
+
+
 def model_folder(name: str, token: str | None = None) -> Path:
     """Where the model lies on this machine; a Hub id is downloaded first."""
     if name == "pico":
         return PICO_FOLDER
     if Path(name).is_dir():
         return Path(name)
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise ModelError(f"MODEL_NAME={name!r} is neither a folder here, nor a Hub id (owner/name), nor pico, nor toy.")
+    model_is_findable(name)
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
