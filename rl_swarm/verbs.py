@@ -30,7 +30,7 @@ from rl_swarm.types import Step
 
 
 def show_demo(args: argparse.Namespace) -> int:
-    from rl_swarm.demo import run_demo
+    from rl_swarm.demo import ARMS, run_demo
     from rl_swarm.live import DemoScreen
     from rl_swarm.monitor.figures import save_curves, sparkline
     from rl_swarm.monitor.screen import say, table
@@ -44,6 +44,8 @@ def show_demo(args: argparse.Namespace) -> int:
     root = Path(loaded.gdrive_path).expanduser()
     # The demo can be repeated at will, so it does not wait for the disk.
     store = FolderStore(root, create=True, durable=False)
+    if set(ARMS) & set(list_experiments(store)):
+        say(f"The demo that is in {root} makes room for this one.")
     say(f"Training {args.nodes} nodes of {loaded.model_name} twice, {args.rounds} rounds each: alone, then sharing.")
     began = time.perf_counter()
     screen = DemoScreen(args.nodes)
