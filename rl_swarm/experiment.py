@@ -65,7 +65,7 @@ class Log(NamedTuple):
 
 
 class Experiment:
-    """An existing experiment. Made by `create` or `open_experiment`."""
+    """An existing experiment. Made by `create_experiment` or `open_experiment`."""
 
     def __init__(self, store: Store, birth: Birth) -> None:
         self.store = store

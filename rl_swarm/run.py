@@ -193,7 +193,7 @@ def _open_or_create(store: Store, settings: Settings, watcher: Watcher) -> Exper
 
 def _check_models(experiment: Experiment, nodes: Sequence[str], settings: Settings) -> None:
     """A name that another model was trained under keeps that model: its checkpoints would be overwritten."""
-    if settings.model_name not in ("toy", "pico") and "/" in settings.model_name:
+    if settings.model_name not in ("toy", "pico"):
         model_is_findable(settings.model_name)
     known = experiment.peers().known
     for node in nodes:
