@@ -23,6 +23,7 @@ Collective reinforcement learning of language models through a shared folder.
   many machines           rl-swarm coordinate --gdrive-path SHARED --experiment-name first
                           rl-swarm join       --gdrive-path SHARED --experiment-name first --node-id laptop
   look at it              rl-swarm status first --gdrive-path SHARED
+  publish a model         rl-swarm push first --gdrive-path SHARED --node laptop --repo ME/NAME
 
 Every setting is a flag and an environment variable (--num-generations, NUM_GENERATIONS).
 Exit codes: 0 done, 1 failed, 2 bad settings."""
@@ -119,10 +120,10 @@ def _parser() -> argparse.ArgumentParser:
         added.epilog = f"example:\n  rl-swarm {name} {example}"
         return added
 
-    def reader(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    def reader(name: str, run: Callable[[argparse.Namespace], int], help: str, *also: str) -> argparse.ArgumentParser:
         added = verb(name, run, help)
         added.add_argument("experiment", help="the experiment's name (rl-swarm list shows them)")
-        _add_settings(added, ("gdrive_path",))
+        _add_settings(added, ("gdrive_path", *also))
         return added
 
     demo = verb(
@@ -170,6 +171,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", type=Path, required=True, help="the folder to write")
     export.add_argument("--node", help="export this node's model as a Hugging Face folder")
+    export.add_argument("--round", type=int, help="with --node: as it was after this round [the newest checkpoint]")
+    push = reader(
+        "push",
+        verbs.push,
+        "upload a trained node to the Hugging Face Hub, with tokenizer and model card",
+        "huggingface_access_token",
+    )
+    push.add_argument("--node", required=True, help="the node whose model it is")
+    push.add_argument("--repo", required=True, metavar="OWNER/NAME", help="where to; made if it is not there")
+    push.add_argument("--private", action="store_true", help="make it a private repository")
+    push.add_argument("--round", type=int, help="as it was after this round [the newest checkpoint]")
+    push.add_argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing")
     delete = reader("delete", verbs.delete_experiment, "delete an experiment and everything in it")
     delete.add_argument("--yes", action="store_true", help="do not ask")
     return parser

@@ -152,5 +152,8 @@ def _group(file: WireFile, id: str, rollouts: list[WireRollout], group_size: int
         id=id,
         name=QuestionName(question.task, question.config, question.seed, question.index),
         prompt=rollouts[0].prompt,
-        rollouts=tuple(Rollout(text=rollout.response, truncated=rollout.truncated) for rollout in rollouts),
+        rollouts=tuple(
+            Rollout(text=rollout.response, truncated=rollout.truncated, said_logprob=rollout.logprob)
+            for rollout in rollouts
+        ),
     )

@@ -68,7 +68,7 @@ def _run_arm(store: Store, settings: Settings, nodes: int, arm: Arm, changed: Ca
     task = open_tasks(settings.tasks, settings.task_difficulty)
     host = Host(experiment, names, task, open_policy(settings, names), settings)
     arm.external_used = dict.fromkeys(names, 0)
-    arm.held_out[-1] = fmean(host.evaluate().values())
+    arm.held_out[-1] = _mean_held_out(host)
     began = time.perf_counter()
 
     def on_step(step: Step, rows: dict[str, dict[str, Any]]) -> None:
@@ -83,8 +83,12 @@ def _run_arm(store: Store, settings: Settings, nodes: int, arm: Arm, changed: Ca
 
     simulate(experiment, [host], settings.max_rounds, clock=time.time, on_step=on_step)
     if settings.max_rounds % every:
-        arm.held_out[settings.max_rounds - 1] = fmean(host.evaluate().values())
+        arm.held_out[settings.max_rounds - 1] = _mean_held_out(host)
     changed()
+
+
+def _mean_held_out(host: Host) -> float:
+    return fmean(evaluation.figures()["eval_reward"] for evaluation in host.evaluate().values())
 
 
 def _fresh(store: Store, name: str, settings: Settings) -> Experiment:

@@ -9,6 +9,7 @@ SwarmError                 the command ends with exit code 1 and the sentence
 ├── NameTaken              another live process holds this node name or the coordinator's seat
 ├── ModelError             a model folder that cannot be loaded
 ├── CheckpointError        this checkpoint is passed over for the next older one
+├── HubError               the Hugging Face Hub refuses, or cannot be reached: nothing was uploaded
 ├── StoreError
 │   ├── KeyMissing         most callers expect it: the file is simply not there (yet)
 │   ├── KeyExists          a create-only write came second
@@ -52,6 +53,10 @@ class ModelError(SwarmError):
 
 
 class CheckpointError(SwarmError):
+    pass
+
+
+class HubError(SwarmError):
     pass
 
 

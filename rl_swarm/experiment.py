@@ -42,6 +42,7 @@ MAX_RECORD_BYTES = 2**20
 MAX_LEASE_BYTES = 2**13
 MAX_LOG_BYTES = 2**26
 
+_START = "start"
 _ROLLOUT_FILE = re.compile(r"(?P<node>.+?)(\.(?P<part>\d+))?\.json")
 
 
@@ -221,6 +222,15 @@ class Experiment:
     def events(self, node: str) -> Log:
         log = self._log(node, "training_events.jsonl")
         return Log([event for event in log.rows if event.get("run") == self.run], log.unreadable)
+
+    def append_start(self, node: str, settings: Mapping[str, Any], timestamp: float) -> None:
+        """Note what a node is started with: it need not be what the experiment was made with."""
+        self.append_event(node, {"event": _START, "timestamp": timestamp, "settings": dict(settings)})
+
+    def last_start(self, node: str) -> dict[str, Any]:
+        """The settings a node was last started with, as it noted them; nothing where it noted none."""
+        starts = [event.get("settings") for event in self.events(node).rows if event.get("event") == _START]
+        return starts[-1] if starts and isinstance(starts[-1], dict) else {}
 
     def append_output(self, node: str, line: str) -> None:
         self.store.append(self._key(f"logs/{node}/stdout.log"), line.encode())

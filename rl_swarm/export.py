@@ -7,8 +7,9 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rl_swarm.card import model_card
 from rl_swarm.errors import CheckpointError, ModelError, SwarmError
 from rl_swarm.experiment import Experiment
 from rl_swarm.monitor.screen import visible
@@ -17,6 +18,14 @@ from rl_swarm.policies import model_folder
 
 # What a model folder holds beside weights: configuration, tokenizer, chat template.
 DESCRIPTIONS = (".json", ".jinja", ".txt", ".model")
+
+
+class Checkpoint(NamedTuple):
+    """A saved node: whose, trained from which model, after which round."""
+
+    node: str
+    model: str
+    round: int
 
 
 def summary(experiment: Experiment) -> dict[str, Any]:
@@ -51,8 +60,8 @@ def export_summary(experiment: Experiment, out: Path) -> list[Path]:
     return files
 
 
-def export_model(experiment: Experiment, node: str, out: Path) -> int:
-    """The node's newest checkpoint as a model folder that transformers loads; returns its round."""
+def find_checkpoint(experiment: Experiment, node: str, round: int | None = None) -> Checkpoint:
+    """The node's checkpoint of a round, of the newest where none is given, if there is anything in it to export."""
     peer = experiment.peers().known.get(node)
     if peer is None:
         known = ", ".join(sorted(experiment.peers().known))
@@ -60,16 +69,38 @@ def export_model(experiment: Experiment, node: str, out: Path) -> int:
     rounds = experiment.checkpoint_rounds(node)
     if not rounds:
         raise CheckpointError(f"Node {node} has no checkpoint yet.")
+    if round is not None and round not in rounds:
+        there = ", ".join(map(str, rounds))
+        raise CheckpointError(f"Node {node} has no checkpoint of round {round}; there are those of: {there}.")
     if peer.model == "toy":
         raise ModelError("The toy policy is no language model: there is nothing to export.")
+    return Checkpoint(node, peer.model, rounds[-1] if round is None else round)
 
-    from rl_swarm.policies.stacked import read_saved_weights, save_weights
 
-    source = model_folder(peer.model)
-    weights = read_saved_weights(experiment.read_checkpoint(node, rounds[-1]))
+def export_model(
+    experiment: Experiment, checkpoint: Checkpoint, out: Path, *, repo: str | None = None, token: str | None = None
+) -> None:
+    """A checkpoint as a model folder that transformers loads, with a card that says what it is."""
+    from safetensors import SafetensorError
+
+    from rl_swarm.policies.saving import read_saved_weights, save_weights
+
+    node, model, round = checkpoint
+    source = model_folder(model, token)
+    if not (source / "config.json").is_file():
+        raise ModelError(f"{source} is no model folder: config.json is missing.")
+    try:
+        weights = read_saved_weights(experiment.read_checkpoint(node, round))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The checkpoint of round {round} of {node} cannot be read ({error}); --round takes another one."
+        ) from None
     out.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.suffix in DESCRIPTIONS and not path.name.endswith(".index.json"):
+        if path.suffix in DESCRIPTIONS and not path.name.startswith(".") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
-    save_weights(weights, out)
-    return rounds[-1]
+    try:
+        save_weights(weights, out)
+    except SafetensorError as error:  # a full disk, told in the library's own way
+        raise OSError(str(error)) from None
+    (out / "README.md").write_text(model_card(experiment, node, model, round, repo), encoding="utf-8")

@@ -14,6 +14,7 @@ from rl_swarm.codec import MAX_GROUPS, ReceivedGroup, groups_of
 from rl_swarm.errors import KeyMissing, MalformedRecord
 from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.protocols import Policy, Task
+from rl_swarm.settings import Settings
 from rl_swarm.types import GroupName, RolloutGroup, ScoredGroup, Step
 
 # Files are forgotten beyond this many groups, the least used first.
@@ -31,12 +32,11 @@ class Gathered:
 class PeerReader:
     """Reads rollout files. Files never change, so one reading serves all nodes of a host."""
 
-    def __init__(
-        self, experiment: Experiment, task: Task, policy: Policy, group_size: int, *, cache: bool = True
-    ) -> None:
-        self._experiment, self._task, self._policy, self._group_size = experiment, task, policy, group_size
+    def __init__(self, experiment: Experiment, task: Task, policy: Policy, settings: Settings) -> None:
+        self._experiment, self._task, self._policy = experiment, task, policy
+        self._group_size, self._truncated = settings.num_generations, settings.truncated_completions
         self._cached: OrderedDict[str, Gathered] = OrderedDict()
-        self._room = CACHED_GROUPS if cache else 0
+        self._room = CACHED_GROUPS if settings.cache_rollouts else 0
 
     def read(self, files: Iterable[PublishedFile], expired: Callable[[], bool] = lambda: False) -> Gathered:
         """The groups of one peer's files of one step, as far as time and the limits allow."""
@@ -115,9 +115,14 @@ class PeerReader:
         if not self._policy.fits(question.prompt, received.rollouts):
             raise MalformedRecord("unfit_text", file.key)
         group = RolloutGroup(file.node, file.step, received.id, question, received.rollouts)
-        return score(self._task, group)
+        return score(self._task, group, self._truncated)
 
 
-def score(task: Task, group: RolloutGroup) -> ScoredGroup:
-    """The group with rewards by this node's own verifier."""
-    return ScoredGroup(group, tuple(task.score(group.question, rollout.text) for rollout in group.rollouts))
+def score(task: Task, group: RolloutGroup, truncated: str = "score") -> ScoredGroup:
+    """The group with rewards by this node's own verifier; `truncated` is the rule for completions that were cut off."""
+    rewards = [task.score(group.question, rollout.text) for rollout in group.rollouts]
+    cut = [index for index, rollout in enumerate(group.rollouts) if rollout.truncated]
+    if truncated == "zero":
+        for index in cut:
+            rewards[index] = 0.0
+    return ScoredGroup(group, tuple(rewards), frozenset(cut if truncated == "leave_out" else ()))

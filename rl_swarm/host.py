@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rl_swarm.allocation import Allocation, allocate, seen
 from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.gathering import Gathered, PeerReader, score
 from rl_swarm.plan import Plan, account, make_plan, read_plans, vote, write_plan
@@ -54,6 +55,24 @@ class _Choice:
     gone: Counter[str]
 
 
+class Evaluation(NamedTuple):
+    """Rewards of one node on held-out questions, in order: one sampled answer each, and the likeliest one."""
+
+    sampled: list[float]
+    greedy: list[float]
+    tasks: list[str]
+
+    def figures(self) -> dict[str, Any]:
+        by_task: dict[str, list[float]] = defaultdict(list)
+        for task, reward in zip(self.tasks, self.sampled, strict=True):
+            by_task[task].append(reward)
+        return {
+            "eval_reward": fmean(self.sampled),
+            "eval_reward_greedy": fmean(self.greedy),
+            "eval_by_task": {task: fmean(rewards) for task, rewards in sorted(by_task.items())},
+        }
+
+
 class Host:
     def __init__(
         self,
@@ -68,10 +87,11 @@ class Host:
         self.experiment, self.nodes = experiment, tuple(nodes)
         self.task, self.policy, self.settings = task, policy, settings
         self._clock, self._timer = clock, timer
-        self._reader = PeerReader(experiment, task, policy, settings.num_generations, cache=settings.cache_rollouts)
+        self._reader = PeerReader(experiment, task, policy, settings)
         self._select = RULES[settings.select]
         self._plans = {node: read_plans(experiment, node) for node in nodes}
-        self._recorded = {node: _recorded_steps(experiment, node) for node in nodes}
+        self._history = {node: [seen(row) for row in experiment.metrics(node).rows] for node in nodes}
+        self._recorded = {node: {one.step for one in self._history[node]} for node in nodes}
 
     # First half
 
@@ -90,10 +110,12 @@ class Host:
 
     def _answers(self, step: Step) -> Iterator[tuple[int | None, dict[str, list[ScoredGroup]]]]:
         """Every node's answered questions: in parts where each question is published by itself, else all at once."""
-        count = self.settings.num_train_samples
-        questions = {node: self.task.sample(count, self._rng(node, "questions", step)) for node in self.nodes}
+        questions = {
+            node: self.task.sample(self._allocation(node, step).own, self._rng(node, "questions", step))
+            for node in self.nodes
+        }
         if self.settings.rollout_publish_frequency == "generation":
-            for part in range(count):
+            for part in range(max(len(asked) for asked in questions.values())):
                 one_each = {node: asked[part : part + 1] for node, asked in questions.items()}
                 yield part, self._answer(step, one_each, part)
         else:
@@ -105,7 +127,11 @@ class Host:
         answers = self.policy.generate(prompts, self.settings.num_generations, seeds)
         return {
             node: [
-                score(self.task, RolloutGroup(node, step, str(first + number), question, rollouts))
+                score(
+                    self.task,
+                    RolloutGroup(node, step, str(first + number), question, rollouts),
+                    self.settings.truncated_completions,
+                )
                 for number, (question, rollouts) in enumerate(zip(asked, answers[node], strict=True))
             ]
             for node, asked in questions.items()
@@ -141,7 +167,7 @@ class Host:
         for node in nodes:
             row = self._row(node, step, choices[node], stats[node])
             if node in held_out:
-                row["eval_reward"] = held_out[node]
+                row |= held_out[node].figures()
             rows[node] = row | {"skipped_rounds": skipped, "seconds": clock.seconds}
             self._record(node, step, choices[node], rows[node])
             if self.settings.rollout_cleanup_enabled:
@@ -166,7 +192,7 @@ class Host:
         """Each peer's newest files within the window, found by listing, one call a step."""
         files: dict[str, list[PublishedFile]] = {}
         rejected: Counter[str] = Counter()
-        if self.settings.num_transplant_trees == 0:
+        if not self.settings.shares:
             return _Available(files, rejected)
         if peer_steps is None:
             oldest = max(0, step.round - self.settings.rollout_staleness)
@@ -186,7 +212,7 @@ class Host:
         return _Available(files, rejected)
 
     def _choose(self, node: str, step: Step, own: list[ScoredGroup], available: _Available) -> _Choice:
-        wanted = self.settings.num_transplant_trees
+        wanted = self._allocation(node, step).peers
         if wanted == 0:
             return _Choice(own, [], Plan(), Counter())
         if step in self._plans[node]:
@@ -208,7 +234,7 @@ class Host:
         gathered = Gathered(rejected=Counter(available.rejected))
         deadline = self._timer() + self.settings.fetch_timeout_seconds
         # However much a peer publishes, it does not fill the others' training with itself.
-        share = max(self.settings.num_train_samples, self.settings.num_transplant_trees)
+        share = self.settings.most_groups
         for peer in sorted(asked):
             found = self._reader.read(available.files[peer], lambda: self._timer() > deadline)
             gathered.rejected += found.rejected
@@ -221,19 +247,29 @@ class Host:
 
     # Held-out questions
 
-    def evaluate(self) -> dict[str, float]:
-        """Each node's mean reward on held-out questions, one sampled answer each, off the training path."""
+    def evaluate(self) -> dict[str, Evaluation]:
+        """Each node's mean reward on held-out questions, off the training path: nothing of it is learned from."""
         settings = self.settings
         start = Step(0)
         questions = self.task.sample(settings.eval_questions, self._rng(EVERYONE, "evaluate", start), held_out=True)
         prompts = {node: [question.prompt for question in questions] for node in self.nodes}
-        answers = self.policy.generate(prompts, 1, {node: self._seed(node, "evaluate", start) for node in self.nodes})
-        return {
-            node: fmean(
-                self.task.score(question, answer[0].text) for question, answer in zip(questions, given, strict=True)
-            )
-            for node, given in answers.items()
-        }
+        seeds = {node: self._seed(node, "evaluate", start) for node in self.nodes}
+
+        def rewards(greedy: bool) -> dict[str, list[float]]:
+            answers = self.policy.generate(prompts, 1, seeds, greedy=greedy)
+            return {
+                node: [
+                    score(
+                        self.task, RolloutGroup(node, start, "", question, rollouts), settings.truncated_completions
+                    ).mean_reward
+                    for question, rollouts in zip(questions, given, strict=True)
+                ]
+                for node, given in answers.items()
+            }
+
+        sampled, greedy = rewards(greedy=False), rewards(greedy=True)
+        tasks = [question.name.task for question in questions]
+        return {node: Evaluation(sampled[node], greedy[node], tasks) for node in self.nodes}
 
     def _is_evaluated(self, step: Step) -> bool:
         every = self.settings.eval_every
@@ -254,7 +290,8 @@ class Host:
             "my_reward": fmean(scored.mean_reward for scored in choice.own),
             "train_reward": fmean(scored.mean_reward for scored in choice.own + choice.chosen),
             "informative_local": sum(scored.informative for scored in choice.own),
-            **account(self.settings.num_transplant_trees, choice.chosen, choice.plan, choice.gone),
+            "own_groups": len(choice.own),
+            **account(self._allocation(node, step).peers, choice.chosen, choice.plan, choice.gone),
             "external_age": fmean(ages) if ages else 0.0,
             "generated_tokens": sum(rollout.tokens for rollout in completions),
             "truncated": fmean(rollout.truncated for rollout in completions),
@@ -267,6 +304,7 @@ class Host:
         self.experiment.write_vote(node, step, *vote(node, choice.own, choice.plan))
         self.experiment.append_metrics(node, row)
         self._recorded[node].add(step)
+        self._history[node].append(seen(row))
         self._plans[node].pop(step, None)
 
     def recorded_steps(self, node: str) -> set[Step]:
@@ -278,15 +316,14 @@ class Host:
         for node in self.nodes:
             self._plans[node] = {s: plan for s, plan in self._plans[node].items() if s not in self._recorded[node]}
 
+    def _allocation(self, node: str, step: Step) -> Allocation:
+        return allocate(self.settings, self._history[node], step)
+
     def _rng(self, node: str, purpose: str, step: Step) -> random.Random:
         return named_rng(self.settings.seed, node, purpose, step)
 
     def _seed(self, node: str, purpose: str, step: Step) -> int:
         return named_seed(self.settings.seed, node, purpose, step)
-
-
-def _recorded_steps(experiment: Experiment, node: str) -> set[Step]:
-    return {Step(row["round"], row["stage"]) for row in experiment.metrics(node).rows}
 
 
 class _Stopwatch:

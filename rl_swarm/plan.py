@@ -87,6 +87,8 @@ def account(wanted: int, chosen: Sequence[ScoredGroup], plan: Plan, gone: Counte
         reasons["not_published"] = missing
     return {
         "informative_external": plan.informative,
+        "external_seen": plan.informative + plan.zero_advantage,
+        "peers_seen": len(plan.mean_rewards),
         "external_wanted": wanted,
         "external_used": len(chosen),
         "external_missing": reasons,

@@ -35,9 +35,12 @@ class Policy(Protocol):
     """The models of all nodes of one host. With one node an ordinary trainer, with many one batched program."""
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int]
+        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
     ) -> dict[str, list[tuple[Rollout, ...]]]:
-        """For each node and prompt `group_size` completions, drawn from that node's seed alone."""
+        """For each node and prompt `group_size` completions, drawn from that node's seed alone.
+
+        With `greedy` the likeliest token each time, and no draws.
+        """
         ...
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
@@ -56,7 +59,14 @@ class Policy(Protocol):
         ...
 
     def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
-        """Whether a peer's completions can be trained on: no longer than the node's own may be, and not nothing."""
+        """Whether a peer's completions can be trained on: no longer than the node's own may be, and not nothing.
+
+        A rule that weighs them by their writer's log-probs needs these too.
+        """
+        ...
+
+    def about(self, questions: int, group_size: int) -> str:
+        """A sentence before the first round: what the models will take of this machine."""
         ...
 
 

@@ -103,7 +103,7 @@ class Rounds:
     def _await_peers(self, step: Step, began: float) -> float:
         """Let the others publish: until every live worker has, the clock moves on, or half the round is over."""
         settings = self._settings
-        if self._free or settings.num_transplant_trees == 0 or settings.rollout_publish_frequency == "round":
+        if self._free or not settings.shares or settings.rollout_publish_frequency == "round":
             return 0.0
         start = time.monotonic()
         for _ in self._stop.polls():

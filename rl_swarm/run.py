@@ -24,7 +24,8 @@ from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, Sett
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
 from rl_swarm.heart import Heart, claim_names, claim_seat
 from rl_swarm.host import Host
-from rl_swarm.policies import model_is_findable, open_policy
+from rl_swarm.models.pools import AUTO, Choice, choose_model, is_pooled
+from rl_swarm.policies import gpu_memory, model_is_findable, open_policy
 from rl_swarm.protocols import Store
 from rl_swarm.rounds import Rounds
 from rl_swarm.settings import Settings, public
@@ -63,13 +64,18 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
     found = _await_experiment(plain, settings, stop, watcher)
     if found is None:
         return
+    settings, why = _settle_model(found, nodes, settings)
     _check_models(found, nodes, settings)
     with ExitStack() as stack:
         leases = claim_names(stack, found, nodes, "worker", settings, stop)
         heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         say = _logged(watcher, experiment, nodes)
+        if why:
+            say(why)
         say(f"{', '.join(nodes)} joined {experiment.name} (rl-swarm {__version__}); loading {settings.model_name}")
+        for node in nodes:
+            experiment.append_start(node, public(settings), time.time())
         assert settings.tasks is not None, "filled in by settings.load"
         task = open_tasks(settings.tasks, settings.task_difficulty)
         host = Host(experiment, nodes, task, open_policy(settings, nodes), settings)
@@ -189,6 +195,23 @@ def _open_or_create(store: Store, settings: Settings, watcher: Watcher) -> Exper
         return experiment
     except ExperimentExists:
         return open_experiment(store, settings.experiment_name)
+
+
+def _settle_model(experiment: Experiment, nodes: Sequence[str], settings: Settings) -> tuple[Settings, str]:
+    """Settings that name a model where they said auto, and the reason for the choice.
+
+    What a node once began with it keeps: on another machine, another model would begin from nothing.
+    """
+    if settings.model_name != AUTO:
+        return settings, ""
+    known = experiment.peers().known
+    kept = {node: known[node].model for node in nodes if node in known and is_pooled(known[node].model)}
+    if kept:
+        node, model = next(iter(kept.items()))
+        choice = Choice(model, f"auto: {node} began with {model} in {experiment.name} and keeps it")
+    else:
+        choice = choose_model(gpu_memory(settings.device), settings.seed, settings.node_id)
+    return settings.model_copy(update={"model_name": choice.model}), choice.reason
 
 
 def _check_models(experiment: Experiment, nodes: Sequence[str], settings: Settings) -> None:

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rl_swarm.errors import SettingsError
+from rl_swarm.models.pools import AUTO
 from rl_swarm.selection import RULES
 from rl_swarm.tasks.names import check_tasks
 
@@ -68,8 +69,8 @@ def _tasks(value: str) -> str:
 
 def _model(value: str) -> str:
     # A path may be one of another machine: the coordinator reads the same settings and loads no model.
-    if value not in ("pico", "toy") and "/" not in value and not (value and Path(value).is_dir()):
-        raise ValueError("allowed: a Hub id (owner/name), a folder, pico or toy")
+    if value not in ("pico", "toy", AUTO) and "/" not in value and not (value and Path(value).is_dir()):
+        raise ValueError("allowed: a Hub id (owner/name), a folder, pico, toy or auto")
     return value
 
 
@@ -100,13 +101,16 @@ class Settings(BaseSettings):
         "", "where", "This node's name, unique in the experiment.", "node_ and 8 random hex digits"
     )
     model_name: Annotated[str, AfterValidator(_model)] = _setting(
-        DEFAULT_MODEL, "where", "A Hub id, a local folder, pico (embedded) or toy (no model at all, for trials)."
+        DEFAULT_MODEL,
+        "where",
+        "A Hub id, a local folder, pico (embedded), toy (no model at all, for trials) or auto (a small or a larger "
+        "model, by the GPU's memory).",
     )
     device: Annotated[str, _one_of("auto", "cuda", "mps", "cpu")] = _setting(
         "auto", "where", "auto, cuda, mps or cpu; auto takes the first of these that is there."
     )
     huggingface_access_token: Annotated[str | None, BeforeValidator(_none_word)] = _setting(
-        None, "where", "For models that need a login; the word None means none.", repr=False
+        None, "where", "For models that need a login, and for push; the word None means none.", repr=False
     )
     seed: Count = _setting(42, "where", "Seeds everything; nodes differ by their names.")
 
@@ -166,7 +170,7 @@ class Settings(BaseSettings):
         "Of reasoning-gym's questions: the library's own settings, or easy ones for small models.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = _setting(
-        None, "learning", "Adam's step size.", "pico 1e-4, toy 0.5, others 1e-6"
+        None, "learning", "Adam's step size.", "pico 5e-5, toy 0.5, others 1e-6"
     )
     max_new_tokens: Positive | None = _setting(
         None, "learning", "Longest completion, in tokens.", "pico and toy 16, others 256"
@@ -177,16 +181,50 @@ class Settings(BaseSettings):
     top_p: Annotated[float, Field(gt=0, le=1)] = _setting(
         1.0, "learning", "Sample from the likeliest tokens that make up this much probability."
     )
-    loss: Literal["grpo"] = _setting("grpo", "learning", "The objective: grpo, token mean over the batch.")
-    off_policy: Literal["none", "damp", "positive"] = _setting(
-        "none",
+    loss: Literal["grpo", "gspo", "cispo"] = _setting(
+        "grpo",
         "learning",
-        "Negative advantages of peers' text: none treats them as one's own (the paper), damp counts a fifth, "
-        "positive drops them.",
+        "The objective: grpo (clipped ratio per token), gspo (one ratio per completion) or cispo (clipped weights).",
+    )
+    advantage: Literal["std", "mean", "leave_one_out"] = _setting(
+        "std",
+        "learning",
+        "Of a completion against its siblings: std (divided by their spread, the paper), mean (not divided) or "
+        "leave_one_out (against the mean of the others).",
+    )
+    aggregate: Literal["token", "sequence", "constant"] | None = _setting(
+        None,
+        "learning",
+        "Mean of the loss: token (over all tokens, the paper), sequence (each completion alike) or constant "
+        "(by MAX_NEW_TOKENS, no bias by length; with ADVANTAGE=mean it is Dr. GRPO).",
+        "token; with LOSS=gspo: sequence",
+    )
+    minibatches: Annotated[int, Field(ge=1, le=64)] = _setting(
+        1, "learning", "Updates a round, each on its share of the groups; with 1 the ratio is 1 and no clip can bind."
+    )
+    negative_weight: Annotated[float, Field(ge=0, le=1)] = _setting(
+        1.0, "learning", "What a negative advantage of the node's own text counts; 1 is the paper's rule."
+    )
+    off_policy: Literal["none", "damp", "positive", "topr", "truncated"] = _setting(
+        "damp",
+        "learning",
+        "Peers' text: none treats it as one's own (the paper); damp counts its negative advantages "
+        "PEER_NEGATIVE_WEIGHT, positive drops them, topr weighs them by how likely the text is here and was there, "
+        "truncated weighs all text so.",
+    )
+    peer_negative_weight: Annotated[float, Field(ge=0, le=1)] = _setting(
+        0.2, "learning", "With OFF_POLICY=damp: what a negative advantage of a peer's text counts."
+    )
+    truncated_completions: Literal["score", "zero", "leave_out"] = _setting(
+        "score",
+        "learning",
+        "Completions cut off at MAX_NEW_TOKENS: score them like others, give them zero, or leave them out of learning.",
     )
     clip_low: Annotated[float, Field(ge=0, lt=1)] = _setting(0.2, "learning", "Lower clip of the ratio: 1 - this.")
     clip_high: Annotated[float, Field(ge=0, le=10)] = _setting(0.28, "learning", "Upper clip of the ratio: 1 + this.")
-    kl_beta: Annotated[float, Field(ge=0)] = _setting(0.0, "learning", "Weight of a KL term; this version has none: 0.")
+    kl_beta: Annotated[float, Field(ge=0, le=100)] = _setting(
+        0.0, "learning", "Weight of a KL term that holds the model near its start; 0 (the paper) has none."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto", "learning", "Compute type over float32 weights; auto: bfloat16 on a GPU, else float32."
     )
@@ -194,9 +232,11 @@ class Settings(BaseSettings):
         8192, "learning", "Tokens in one forward and backward pass: lower it when memory runs out."
     )
     gradient_checkpointing: bool = _setting(False, "learning", "Recompute layers instead of keeping them: less memory.")
-    lora_rank: Count = _setting(0, "learning", "Rank of LoRA adapters; this version trains whole models: 0.")
+    lora_rank: Count = _setting(
+        0, "learning", "Train LoRA adapters of this rank instead of whole models; 0: whole models."
+    )
     adaptive_ij_enabled: bool = _setting(
-        False, "learning", "Move J with the share of informative groups; not in this version: False."
+        False, "sharing", "Move J with the measured share of informative groups, I+J fixed."
     )
     eval_every: Count = _setting(0, "learning", "Rounds between evaluations on held-out questions; 0: never.")
     eval_questions: Positive = _setting(64, "learning", "Held-out questions in an evaluation.")
@@ -216,9 +256,26 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings
 
+    @property
+    def shares(self) -> bool:
+        """Whether peers' groups are looked at at all."""
+        return self.num_transplant_trees > 0 or self.adaptive_ij_enabled
+
+    @property
+    def most_groups(self) -> int:
+        """The most own or peers' groups a node has in a round."""
+        if self.adaptive_ij_enabled:
+            return self.num_train_samples + self.num_transplant_trees - 1
+        return max(self.num_train_samples, self.num_transplant_trees)
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.rollout_publish_frequency == "round" and self.rollout_staleness == 0 and self.num_transplant_trees:
+        if self.adaptive_ij_enabled and self.num_train_samples + self.num_transplant_trees < 2:
+            raise ValueError(
+                "ADAPTIVE_IJ_ENABLED=True is not allowed with NUM_TRAIN_SAMPLES + NUM_TRANSPLANT_TREES below 2: there "
+                "is nothing to divide"
+            )
+        if self.rollout_publish_frequency == "round" and self.rollout_staleness == 0 and self.shares:
             raise ValueError(
                 "ROLLOUT_PUBLISH_FREQUENCY='round' is not allowed with ROLLOUT_STALENESS=0: files appear after the "
                 "update, so peers can only use them a round later; set ROLLOUT_STALENESS to 1 or more"
@@ -228,10 +285,6 @@ class Settings(BaseSettings):
                 "ROLLOUT_CLEANUP_ENABLED=True is not allowed with CHECKPOINT_INTERVAL=0: a restarted node needs the "
                 "rollouts since its last checkpoint"
             )
-        absent = {"KL_BETA": self.kl_beta, "LORA_RANK": self.lora_rank, "ADAPTIVE_IJ_ENABLED": self.adaptive_ij_enabled}
-        for name, value in absent.items():
-            if value:
-                raise ValueError(f"{name}={value!r} is not allowed: this version does not have it; leave it unset")
         return self
 
 
@@ -246,7 +299,7 @@ class _ModelDefaults:
 
 
 _MODEL_DEFAULTS = {
-    "pico": _ModelDefaults("arithmetic", 1e-4, 16),
+    "pico": _ModelDefaults("arithmetic", 5e-5, 16),
     "toy": _ModelDefaults("arithmetic/bits,arithmetic/gcd,arithmetic/remainder", 0.5, 16),
 }
 _OTHER_MODELS = _ModelDefaults("reasoning_gym", 1e-6, 256)
@@ -268,6 +321,7 @@ def load(given: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | N
         for name, value in asdict(_MODEL_DEFAULTS.get(settings.model_name, _OTHER_MODELS)).items():
             if filled[name] is None:
                 filled[name] = value
+        filled["aggregate"] = filled["aggregate"] or ("sequence" if settings.loss == "gspo" else "token")
         filled["node_id"] = settings.node_id or f"node_{secrets.token_hex(4)}"
         filled["gdrive_path"] = settings.gdrive_path or _default_root()
         return Settings(**filled)

@@ -14,7 +14,7 @@ round t                             Step.round (a round may have several stages)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 # Rewards closer together than this are the same reward: dividing by their spread would only amplify rounding.
@@ -50,12 +50,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion. Token ids and log-probs exist only where it was sampled; to everyone else it is text."""
+    """One completion. Token ids and log-probs exist only where it was sampled; to everyone else it is text.
+
+    `said_logprob` is what a peer says the log-prob of its whole text was when it wrote it.
+    """
 
     text: str
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     truncated: bool = False
+    said_logprob: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,24 +92,25 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group with one reward per completion, always by the verifier of the node that holds this value."""
+    """A group with one reward per completion, always by the verifier of the node that holds this value.
+
+    `left_out` names completions by number that are neither compared with their siblings nor learned from.
+    """
 
     group: RolloutGroup
     rewards: tuple[float, ...]
+    left_out: frozenset[int] = frozenset()
 
     @property
     def mean_reward(self) -> float:
         return fmean(self.rewards)
 
     @property
-    def informative(self) -> bool:
-        """Whether the siblings differ in reward: if not, every advantage is zero and there is nothing to learn."""
-        return max(self.rewards) - min(self.rewards) > SAME_REWARD
+    def counted_rewards(self) -> tuple[float, ...]:
+        return tuple(reward for index, reward in enumerate(self.rewards) if index not in self.left_out)
 
     @property
-    def advantages(self) -> tuple[float, ...]:
-        """A_i = (r_i - mean) / (std + 1e-8), std with Bessel's correction as in the field's public code."""
-        if not self.informative:
-            return (0.0,) * len(self.rewards)
-        mean, spread = self.mean_reward, stdev(self.rewards)
-        return tuple((reward - mean) / (spread + 1e-8) for reward in self.rewards)
+    def informative(self) -> bool:
+        """Whether the siblings differ in reward: if not, every advantage is zero and there is nothing to learn."""
+        counted = self.counted_rewards
+        return len(counted) > 1 and max(counted) - min(counted) > SAME_REWARD

@@ -21,6 +21,7 @@ from rl_swarm.errors import (
     SwarmError,
 )
 from rl_swarm.experiment import Experiment, PublishedFile, create_experiment, list_experiments, open_experiment
+from rl_swarm.models.pools import AUTO, choose_model
 from rl_swarm.protocols import Store
 from rl_swarm.settings import Settings
 from rl_swarm.stores import open_store
@@ -34,6 +35,7 @@ def show_demo(args: argparse.Namespace) -> int:
     from rl_swarm.live import DemoScreen
     from rl_swarm.monitor.figures import save_curves, sparkline
     from rl_swarm.monitor.screen import say, table
+    from rl_swarm.policies import gpu_memory
     from rl_swarm.stores.folder import FolderStore
 
     chosen = _given(args, ("gdrive_path", "seed", "model_name", "learning_rate"))
@@ -41,6 +43,10 @@ def show_demo(args: argparse.Namespace) -> int:
         chosen | {"max_rounds": args.rounds, "num_train_samples": 4, "num_generations": 8, "rollout_staleness": 1},
         defaults={"model_name": "pico", "eval_questions": 64, "coordinator_pace": "quorum"},
     )
+    if loaded.model_name == AUTO:
+        choice = choose_model(gpu_memory(loaded.device), loaded.seed, "demo")
+        say(choice.reason)
+        loaded = loaded.model_copy(update={"model_name": choice.model})
     root = Path(loaded.gdrive_path).expanduser()
     # The demo can be repeated at will, so it does not wait for the disk.
     store = FolderStore(root, create=True, durable=False)
@@ -258,7 +264,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def export_results(args: argparse.Namespace) -> int:
-    from rl_swarm.export import export_model, export_summary
+    from rl_swarm.export import export_model, export_summary, find_checkpoint
 
     experiment = _experiment(args)
     try:
@@ -266,10 +272,21 @@ def export_results(args: argparse.Namespace) -> int:
             for path in export_summary(experiment, args.out):
                 print(path)
         else:
-            round = export_model(experiment, args.node, args.out)
-            print(f"{args.out}: the model of {args.node} after round {round}")
+            checkpoint = find_checkpoint(experiment, args.node, args.round)
+            export_model(experiment, checkpoint, args.out)
+            print(f"{args.out}: the model of {args.node} after round {checkpoint.round}")
     except OSError as error:
         raise SwarmError(f"Cannot write to the folder {args.out}: {error.strerror or error}.") from None
+    return 0
+
+
+def push(args: argparse.Namespace) -> int:
+    from rl_swarm.monitor.screen import say
+    from rl_swarm.push import Destination, push_model
+
+    token = settings.load(_given(args, ("huggingface_access_token",))).huggingface_access_token
+    destination = Destination(args.repo, args.private)
+    push_model(_experiment(args), args.node, args.round, destination, token, say, dry_run=args.dry_run)
     return 0
 
 

@@ -20,11 +20,11 @@ LAYERS = [
     {"settings", "codec", "records"},
     {"stores", "policies", "models.pico"},
     {"experiment"},
-    {"lease", "gathering", "plan", "prune"},
+    {"lease", "gathering", "plan", "prune", "allocation"},
     {"host", "coordinator", "monitor", "waiting"},
     {"checkpoints", "heart"},
-    {"export", "simulate", "rounds"},
-    {"run"},
+    {"card", "export", "simulate", "rounds"},
+    {"run", "push"},
     {"demo"},
     {"live"},
     {"verbs"},
@@ -32,6 +32,7 @@ LAYERS = [
 ]
 TORCH_FREE = ["rl_swarm", "rl_swarm.coordinator", "rl_swarm.run", "rl_swarm.cli", "rl_swarm.verbs", "rl_swarm.live"]
 TORCH_FREE += ["rl_swarm.monitor.status", "rl_swarm.monitor.validate", "rl_swarm.monitor.screen", "rl_swarm.demo"]
+TORCH_FREE += ["rl_swarm.push", "rl_swarm.card", "rl_swarm.models.pools"]
 TORCH_FREE += ["rl_swarm.simulate", "rl_swarm.export", "rl_swarm.policies.toy", "rgym_exp.runner.swarm_launcher"]
 
 

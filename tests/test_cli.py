@@ -23,7 +23,7 @@ from rl_swarm.stores.folder import FolderStore
 
 RUNNERS = ["demo", "host", "join", "coordinate"]
 READERS = ["status", "peers", "rollouts", "metrics", "delete"]
-VERBS = [*RUNNERS, "init", "list", *READERS, "validate", "export"]
+VERBS = [*RUNNERS, "init", "list", *READERS, "validate", "export", "push"]
 
 
 @pytest.fixture

@@ -65,7 +65,9 @@ def test_groups_come_back_as_they_were_sent_without_what_only_their_owner_has() 
         assert isinstance(group, ReceivedGroup)
         assert (group.id, group.name) == (scored.group.id, scored.group.question.name)
         assert group.prompt == scored.group.question.prompt
-        assert group.rollouts == tuple(Rollout(text, truncated=text == "") for text in TEXTS)
+        for came, rollout in zip(group.rollouts, scored.group.rollouts, strict=True):
+            said = None if rollout.logprobs is None else sum(rollout.logprobs)
+            assert came == Rollout(rollout.text, truncated=rollout.truncated, said_logprob=said)
 
 
 def test_a_file_reads_as_documented() -> None:

@@ -337,7 +337,9 @@ def test_evaluation_comes_when_asked_and_leaves_training_alone() -> None:
         rows, others = swarm.play(step), without.play(step)
         for node, row in rows.items():
             assert ("eval_reward" in row) == (step in (Step(1, 1), Step(3, 1)))
-            assert row.pop("eval_reward", 0.5) <= 1
+            for name in ("eval_reward", "eval_reward_greedy"):
+                assert 0 <= row.pop(name, 0.5) <= 1
+            assert set(row.pop("eval_by_task", {})) <= {"arithmetic/bits", "arithmetic/gcd", "arithmetic/remainder"}
             assert row == {**others[node], "run": row["run"]}
     assert swarm_files(swarm) == swarm_files(without)
 

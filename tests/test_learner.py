@@ -12,7 +12,8 @@ import transformers
 from rl_swarm.errors import CheckpointError, ModelError
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies.adam import StackedAdam
-from rl_swarm.policies.stacked import Learning, StackedPolicy
+from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.tasks.arithmetic import Arithmetic
 from rl_swarm.types import Rollout, RolloutGroup, ScoredGroup, Step
@@ -23,13 +24,13 @@ torch.set_num_threads(1)
 LEARNING = Learning(learning_rate=1e-3, max_new_tokens=8, temperature=0.8)
 
 
-def make_policy(nodes: list[str], **changes: object) -> StackedPolicy:
+def make_policy(nodes: list[str], **changes: object) -> Learner:
     values = {field: getattr(LEARNING, field) for field in Learning.__dataclass_fields__}
-    return StackedPolicy(nodes, PICO_FOLDER, Learning(**(values | changes)))
+    return stacked_learner(nodes, PICO_FOLDER, Learning(**(values | changes)))
 
 
 def sampled_groups(
-    policy: StackedPolicy, nodes: list[str], seed: int = 0, group_size: int = 4
+    policy: Learner, nodes: list[str], seed: int = 0, group_size: int = 4
 ) -> dict[str, list[ScoredGroup]]:
     """Two questions a node, sampled for real, with made-up rewards so that every group says something."""
     rng = random.Random(seed)
@@ -84,10 +85,10 @@ def test_gradients_equal_a_naive_loop_in_float64(off_policy: str, negative: floa
     peers = make_policy(["peer"])
     own = sampled_groups(policy, ["me"])["me"]
     theirs = [as_text(scored) for scored in sampled_groups(peers, ["peer"], seed=5)["peer"]]
-    ours = policy.gradients({"me": own + theirs})
+    ours = policy.gradients({"me": own + theirs})["me"]
     expected = naive_gradients(own + theirs, 0.8, {"peer"}, negative)
     for name, gradient in expected.items():
-        assert (ours[name][0] - gradient).norm() < 1e-4 * gradient.norm() + 1e-9, name
+        assert (ours[name] - gradient).norm() < 1e-4 * gradient.norm() + 1e-9, name
 
 
 def test_gradients_do_not_depend_on_the_micro_batch() -> None:
@@ -96,14 +97,15 @@ def test_gradients_do_not_depend_on_the_micro_batch() -> None:
     whole = make_policy(["a", "b"]).gradients(groups)
     for tokens in (1, 60, 200):
         parts = make_policy(["a", "b"], micro_batch_tokens=tokens).gradients(groups)
-        for name in whole:
-            assert torch.allclose(whole[name], parts[name], atol=1e-6, rtol=1e-4), name
+        for node in whole:
+            for name in whole[node]:
+                assert torch.allclose(whole[node][name], parts[node][name], atol=1e-6, rtol=1e-4), name
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     groups = sampled_groups(make_policy(["a"]), ["a"])
-    plain = make_policy(["a"]).gradients(groups)
-    checkpointed = make_policy(["a"], gradient_checkpointing=True).gradients(groups)
+    plain = make_policy(["a"]).gradients(groups)["a"]
+    checkpointed = make_policy(["a"], gradient_checkpointing=True).gradients(groups)["a"]
     for name in plain:
         assert torch.allclose(plain[name], checkpointed[name], atol=1e-7), name
 
@@ -143,7 +145,7 @@ def test_log_probs_in_training_equal_those_in_sampling() -> None:
 def test_bfloat16_compute_stays_near_float32() -> None:
     policy = make_policy(["a"], dtype="bfloat16", temperature=1.5)
     groups = sampled_groups(policy, ["a"], group_size=16)
-    half, full = policy.gradients(groups), make_policy(["a"], temperature=1.5).gradients(groups)
+    half, full = policy.gradients(groups)["a"], make_policy(["a"], temperature=1.5).gradients(groups)["a"]
     assert all(gradient.dtype == torch.float32 for gradient in half.values())
     flat = [torch.cat([gradient.flatten() for gradient in gradients.values()]) for gradients in (half, full)]
     assert torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0) > 0.98
@@ -165,7 +167,7 @@ def test_groups_without_advantage_count_in_the_mean_and_nothing_else() -> None:
     useful, flat = sampled_groups(policy, ["a"])["a"]
     flat = ScoredGroup(flat.group, (1.0,) * len(flat.rewards))
     tokens = [sum(rollout.tokens for rollout in scored.group.rollouts) for scored in (useful, flat)]
-    alone, diluted = policy.gradients({"a": [useful]}), policy.gradients({"a": [useful, flat]})
+    alone, diluted = policy.gradients({"a": [useful]})["a"], policy.gradients({"a": [useful, flat]})["a"]
     for name in alone:
         assert torch.allclose(alone[name] * tokens[0] / sum(tokens), diluted[name], atol=1e-7), name
 
@@ -199,10 +201,10 @@ def test_stacked_nodes_have_the_gradients_of_separate_nodes() -> None:
     together = make_policy(nodes)
     groups = sampled_groups(together, nodes)
     stacked = together.gradients(groups)
-    for k, node in enumerate(nodes):
-        alone = make_policy([node]).gradients({node: groups[node]})
+    for node in nodes:
+        alone = make_policy([node]).gradients({node: groups[node]})[node]
         for name, gradient in alone.items():
-            assert torch.allclose(stacked[name][k], gradient[0], atol=1e-6, rtol=1e-4), (node, name)
+            assert torch.allclose(stacked[node][name], gradient, atol=1e-6, rtol=1e-4), (node, name)
 
 
 def test_stacked_adam_equals_torch_adam_with_a_clip_per_node() -> None:

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import sampling
 from rl_swarm.policies.decoder import Shape, Weights, forward, logits, read_shape, read_weights, stack, weight_shapes
-from rl_swarm.policies.grpo import token_logprobs
+from rl_swarm.policies.logprobs import token_logprobs
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.tasks.arithmetic import KINDS, Arithmetic
 from rl_swarm.tasks.text import CLOSE, OPEN
@@ -95,7 +95,7 @@ def initial_weights(shape: Shape, seed: int) -> Weights:
     """Normal of deviation 0.02, the layers that write into the residual stream scaled down by depth; norms are one."""
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}
-    for name, size in weight_shapes(shape, FFN).items():
+    for name, size in weight_shapes(shape).items():
         if len(size) == 1:
             weights[name] = torch.ones(size)
             continue
@@ -174,9 +174,8 @@ def measure(folder: Path, questions: int, device: str) -> None:
         task = Arithmetic([kind])
         asked = task.sample(questions, random.Random(0), held_out=True)
         prompts = [[tokens.encode(question.prompt) for question in asked]]
-        sampled = sampling.sample(
-            shape, weights, prompts, 1, [0], ends=tokens.ends, max_new_tokens=16, temperature=1.0, top_p=1.0
-        )
+        uniform = sampling.draws([0], questions, 16)
+        sampled = sampling.sample(shape, weights, prompts, uniform, ends=tokens.ends, temperature=1.0, top_p=1.0)
         texts = [
             tokens.decode(ids[:length])
             for ids, length in zip(sampled.ids_KSC[0].tolist(), sampled.lengths_KS[0].tolist(), strict=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_swarm.errors import ModelError, SettingsError
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies.toy import ToyPolicy
 from rl_swarm.protocols import Policy
 from rl_swarm.settings import Settings
+
+if TYPE_CHECKING:
+    from rl_swarm.policies.learner import Learning
 
 
 def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
@@ -20,27 +24,42 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
         return ToyPolicy(nodes, settings.learning_rate)
     folder = model_folder(settings.model_name, settings.huggingface_access_token)
 
+    _before_torch()
+
+    from rl_swarm.policies.learner import pick_device
+    from rl_swarm.policies.stacked import stacked_learner
+
+    device = pick_device(settings.device)
+    if settings.lora_rank:
+        raise SettingsError(f"LORA_RANK={settings.lora_rank} is not allowed: this version trains whole models.")
+    return stacked_learner(nodes, folder, learning_of(settings, device), device)
+
+
+def learning_of(settings: Settings, device: str) -> Learning:
+    """The learner's part of the settings, which has the same names."""
+    from rl_swarm.policies.learner import Learning
+
+    values = {name: getattr(settings, name) for name in Learning.__dataclass_fields__ if name in Settings.model_fields}
+    if settings.dtype == "auto":
+        values["dtype"] = "bfloat16" if device == "cuda" else "float32"
+    return Learning(**values)
+
+
+def gpu_memory(device: str) -> int:
+    """Bytes of the GPU that DEVICE would compute on; 0 where there is none, or only one that shares the machine's."""
+    if device not in ("auto", "cuda"):
+        return 0
+    _before_torch()
+
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+
+def _before_torch() -> None:
     # Read once, when torch loads: threads that wait give up their core. Spinning ones made rounds up to ten times
     # slower as soon as anything else ran on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    from rl_swarm.policies.stacked import Learning, StackedPolicy, pick_device
-
-    device = pick_device(settings.device)
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    learning = Learning(
-        learning_rate=settings.learning_rate,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        off_policy=settings.off_policy,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        dtype=dtype,
-        gradient_checkpointing=settings.gradient_checkpointing,
-    )
-    return StackedPolicy(nodes, folder, learning, device)
 
 
 def model_is_findable(name: str) -> None:

@@ -26,9 +26,12 @@ class StackedAdam:
 
     @torch.no_grad()
     def step(
-        self, gradients: Weights, active_K: Tensor, learning_rate: float, max_norm: float
+        self, gradients: Weights, active_K: Tensor, learning_rate: float | Tensor, max_norm: float
     ) -> tuple[Tensor, Tensor]:
-        """Update the active nodes in place, using up the gradients; returns each node's norm and whether it moved."""
+        """Update the active nodes in place, using up the gradients; returns each node's norm and whether it moved.
+
+        The learning rate is one number, or one for each node.
+        """
         squares_K = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()])
         norm_K = squares_K.cpu().double().sum(0).sqrt()
         moved_K = active_K & norm_K.isfinite()

@@ -44,8 +44,11 @@ class Tokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion; a final end-of-text token leaves no trace in it."""
-        visible = ids[:-1] if ids and ids[-1] in self.ends else ids
-        return str(self._tokenizer.decode(list(visible), skip_special_tokens=False))
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        visible = [list(ids[:-1] if ids and ids[-1] in self.ends else ids) for ids in completions]
+        return list(self._tokenizer.decode_batch(visible, skip_special_tokens=False))
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from rl_swarm.errors import CheckpointError
+from rl_swarm.policies.advantages import advantages
 from rl_swarm.protocols import CheckpointNote
 from rl_swarm.types import Rollout, ScoredGroup
 
@@ -24,18 +25,20 @@ class ToyPolicy:
         self._learning_rate = learning_rate
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int]
+        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
     ) -> dict[str, list[tuple[Rollout, ...]]]:
         return {
-            node: self._draw(node, len(asked), group_size, random.Random(seeds[node]))
+            node: self._draw(node, len(asked), group_size, random.Random(seeds[node]), greedy)
             for node, asked in prompts.items()
         }
 
-    def _draw(self, node: str, questions: int, group_size: int, rng: random.Random) -> list[tuple[Rollout, ...]]:
+    def _draw(
+        self, node: str, questions: int, group_size: int, rng: random.Random, greedy: bool
+    ) -> list[tuple[Rollout, ...]]:
         chances = self._chances(node)
 
         def one() -> Rollout:
-            (pick,) = rng.choices(range(len(ANSWERS)), chances)
+            pick = chances.index(max(chances)) if greedy else rng.choices(range(len(ANSWERS)), chances)[0]
             return Rollout(ANSWERS[pick], token_ids=(pick,), logprobs=(math.log(chances[pick]),))
 
         return [tuple(one() for _ in range(group_size)) for _ in range(questions)]
@@ -48,7 +51,7 @@ class ToyPolicy:
         gradient = [0.0] * len(ANSWERS)
         count, loss = 0, 0.0
         for scored in groups:
-            for rollout, advantage in zip(scored.group.rollouts, scored.advantages, strict=True):
+            for rollout, advantage in zip(scored.group.rollouts, advantages(scored), strict=True):
                 if rollout.text not in ANSWERS:
                     continue
                 count += 1
@@ -72,6 +75,9 @@ class ToyPolicy:
 
     def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
         return True
+
+    def about(self, questions: int, group_size: int) -> str:
+        return "the toy policy takes next to no memory"
 
     def load(self, node: str, saved: bytes, expected: CheckpointNote) -> CheckpointNote:
         try:

@@ -1,0 +1,484 @@
+"""The policy of a host: groups of text in, updates out, for any kind of models.
+
+It turns groups into token sequences, cuts them into minibatches and micro-batches, and puts grpo's functions together.
+What the models are and how they compute (all nodes as one program, or transformers' own code) is behind `Models`.
+
+Shape letters: K nodes, S sequences, C completion positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_swarm.errors import ModelError
+from rl_swarm.policies import grpo, saving
+from rl_swarm.policies.advantages import advantages
+from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, micro_batches, pad
+from rl_swarm.policies.memory import Estimate, is_out_of_memory
+from rl_swarm.policies.sampling import Sampled, draws
+from rl_swarm.policies.tokens import Tokens
+from rl_swarm.protocols import CheckpointNote
+from rl_swarm.types import Rollout, ScoredGroup
+
+# No tokenizer makes one token of more characters than this, runs of spaces included.
+LONGEST_TOKEN = 128
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """The learner's settings, as plain values."""
+
+    learning_rate: float
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    loss: str = "grpo"
+    advantage: str = "std"
+    aggregate: str = "token"
+    minibatches: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_beta: float = 0.0
+    negative_weight: float = 1.0
+    off_policy: str = "damp"
+    peer_negative_weight: float = 0.2
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
+
+
+class Models(Protocol):
+    """The models of K nodes: what they compute, their gradients, their optimiser."""
+
+    context: int
+    vocabulary: int
+    device: torch.device
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[Sequence[int]]],
+        uniform_KSC: Tensor,
+        *,
+        ends: Sequence[int],
+        temperature: float,
+        top_p: float,
+    ) -> Sampled:
+        """Completions for Q prompts of each node, one per row of uniform numbers."""
+        ...
+
+    def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every completion token, (K, S, C), differentiable in the weights."""
+        ...
+
+    def reference_logprobs(self, padded: Padded, temperature: float) -> Tensor:
+        """The same under the weights the models started from."""
+        ...
+
+    def gradients(self, k: int) -> Weights:
+        """What has been accumulated for node k, under the weights' names."""
+        ...
+
+    def drop_gradients(self) -> None: ...
+
+    def step(self, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:
+        """Update the active nodes, using up the gradients; returns each node's gradient norm and whether it moved."""
+        ...
+
+    def weights(self, k: int) -> Weights:
+        """A copy of node k's weights on the CPU, under the names they are saved by."""
+        ...
+
+    def state(self, k: int) -> dict[str, Any]:
+        """Weights and optimiser of node k, copied to the CPU."""
+        ...
+
+    def load_state(self, k: int, state: Mapping[str, Any]) -> None:
+        """The reverse. Raises CheckpointError, and changes nothing, if the state is of another model."""
+        ...
+
+    def estimate(self, sequences: int, tokens: int, micro_batch_tokens: int) -> Estimate:
+        """How much memory it will take to sample so many sequences of so many tokens a node, and to train."""
+        ...
+
+
+class Learner:
+    """A Policy over some models."""
+
+    def __init__(self, nodes: Sequence[str], models: Models, tokens: Tokens, learning: Learning) -> None:
+        self._nodes = tuple(nodes)
+        self._models, self._tokens, self._learning = models, tokens, learning
+        self._micro_batch_tokens = learning.micro_batch_tokens
+        # Questions answered at a time, and how often memory ran out since the last row: both follow from trouble alone.
+        self._sampled_together = 2**30
+        self._backoffs = 0
+        if tokens.size > models.vocabulary:
+            raise ModelError(
+                f"The tokenizer knows {tokens.size} tokens, the model only {models.vocabulary}: they do not belong "
+                "together."
+            )
+
+    # Generation
+
+    def generate(
+        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+    ) -> dict[str, list[tuple[Rollout, ...]]]:
+        encoded = [[self._tokens.encode_prompt(prompt) for prompt in prompts[node]] for node in self._nodes]
+        longest = max(len(ids) for node in encoded for ids in node)
+        if longest + self._learning.max_new_tokens > self._models.context:
+            raise ModelError(
+                f"A prompt of {longest} tokens and {self._learning.max_new_tokens} new ones do not fit into the "
+                f"model's context of {self._models.context}: lower MAX_NEW_TOKENS or choose other TASKS."
+            )
+        sampled = self._sample(encoded, group_size, [seeds[node] for node in self._nodes], greedy)
+        answers: dict[str, list[tuple[Rollout, ...]]] = {}
+        for k, node in enumerate(self._nodes):
+            lengths, count = sampled.lengths_KS[k].tolist(), len(encoded[k]) * group_size
+            ids = [row[:length] for row, length in zip(sampled.ids_KSC[k].tolist(), lengths, strict=True)][:count]
+            rollouts = [
+                Rollout(text, tuple(row), tuple(logprobs[:length]), truncated=not stopped)
+                for text, row, logprobs, length, stopped in zip(
+                    self._tokens.decode_all(ids),
+                    ids,
+                    sampled.logprobs_KSC[k].tolist(),
+                    lengths,
+                    sampled.stopped_KS[k].tolist(),
+                    strict=False,  # answers given for company are beyond `count`
+                )
+            ]
+            answers[node] = [
+                tuple(rollouts[start : start + group_size]) for start in range(0, len(rollouts), group_size)
+            ]
+        return answers
+
+    def _sample(
+        self, encoded: Sequence[Sequence[Sequence[int]]], group_size: int, seeds: Sequence[int], greedy: bool
+    ) -> Sampled:
+        """All questions at once, or as many at a time as fit into memory: the draws, so the tokens, are the same."""
+        learning = self._learning
+        count = max(len(node) for node in encoded)
+        # Nodes with fewer questions answer somebody's again for company; those answers are dropped.
+        filler = next(node[0] for node in encoded if node)
+        even = [[*node, *[filler] * (count - len(node))] for node in encoded]
+        uniform_KSC = draws(seeds, count * group_size, learning.max_new_tokens)
+        parts: list[Sampled] = []
+        start = 0
+        while start < count:
+            stop = min(count, start + self._sampled_together)
+            try:
+                parts.append(
+                    self._models.sample(
+                        [node[start:stop] for node in even],
+                        uniform_KSC[:, start * group_size : stop * group_size],
+                        ends=self._tokens.ends,
+                        temperature=0.0 if greedy else learning.temperature,
+                        top_p=learning.top_p,
+                    )
+                )
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if stop - start == 1:
+                    raise ModelError(
+                        "There is not enough memory to answer even one question: lower MAX_NEW_TOKENS, "
+                        "NUM_GENERATIONS or the number of nodes, or take a smaller model."
+                    ) from None
+                self._sampled_together = (stop - start) // 2
+                self._backoffs += 1
+            else:
+                start = stop
+        return Sampled(
+            *(
+                torch.cat([getattr(part, name) for part in parts], 1).cpu()
+                for name in ("ids_KSC", "logprobs_KSC", "lengths_KS", "stopped_KS")
+            )
+        )
+
+    # Learning
+
+    def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
+        minibatches = self._minibatches(batches)
+        figures = [_Figures() for _ in self._nodes]
+        if len(minibatches) > 1:
+            for minibatch in minibatches:
+                if any(batch.sequences for batch in minibatch):
+                    self._remember_old(minibatch, figures)
+        for minibatch in minibatches:
+            for k, batch in enumerate(minibatch):
+                figures[k].trained_tokens += batch.tokens
+            if not any(batch.sequences for batch in minibatch):
+                continue
+            self._in_micro_batches(minibatch, partial(self._pass, minibatch), figures)
+            active_K = torch.tensor([bool(batch.sequences) for batch in minibatch])
+            norm_K, moved_K = self._models.step(active_K, self._learning.learning_rate, self._learning.max_grad_norm)
+            for k in active_K.nonzero().flatten().tolist():
+                figures[k].step(float(norm_K[k]), bool(moved_K[k]))
+        backoffs, self._backoffs = self._backoffs, 0
+        return {node: figures[k].row() | {"memory_backoffs": backoffs} for k, node in enumerate(self._nodes)}
+
+    def gradients(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, Weights]:
+        """The gradient each node would step along in a round of one update; nothing moves."""
+        (minibatch,) = self._minibatches(batches)
+        self._in_micro_batches(minibatch, partial(self._pass, minibatch), [_Figures() for _ in self._nodes])
+        found = {node: self._models.gradients(k) for k, node in enumerate(self._nodes)}
+        self._models.drop_gradients()
+        return found
+
+    def _minibatches(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> list[list[Batch]]:
+        """Each node's groups dealt out in turn over the round's updates; a group stays whole."""
+        count = self._learning.minibatches
+        dealt = [[Batch() for _ in self._nodes] for _ in range(count)]
+        for k, node in enumerate(self._nodes):
+            for number, scored in enumerate(batches[node]):
+                self._add(dealt[number % count][k], node, scored)
+        for minibatch in dealt:
+            for batch in minibatch:
+                batch.sort()
+        return dealt
+
+    def _add(self, batch: Batch, node: str, scored: ScoredGroup) -> None:
+        learning = self._learning
+        prompt = self._tokens.encode_prompt(scored.group.question.prompt)
+        foreign = scored.group.node != node
+        negative = grpo.negative_weight(
+            learning.off_policy, foreign, learning.negative_weight, learning.peer_negative_weight
+        )
+        for number, (rollout, advantage) in enumerate(
+            zip(scored.group.rollouts, advantages(scored, learning.advantage), strict=True)
+        ):
+            if number in scored.left_out:
+                continue
+            completion = rollout.token_ids or self._encode_completion(rollout)
+            batch.tokens += len(completion)
+            batch.completions += 1
+            if advantage < 0:
+                advantage *= negative
+            if advantage != 0.0 or learning.kl_beta:
+                batch.sequences.append(
+                    TrainingSequence(
+                        prompt,
+                        completion,
+                        advantage,
+                        foreign,
+                        sampled_logprobs=None if foreign else rollout.logprobs,
+                        said_logprob=rollout.said_logprob if foreign else None,
+                    )
+                )
+
+    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+        if self._learning.off_policy in grpo.NEEDS_LOGPROBS and any(one.said_logprob is None for one in rollouts):
+            return False
+        room = min(self._learning.max_new_tokens, self._models.context - len(self._tokens.encode_prompt(prompt)))
+        # Hopelessly long text need not be encoded to be turned away.
+        return all(
+            len(rollout.text) <= room * LONGEST_TOKEN and 0 < len(self._encode_completion(rollout)) <= room
+            for rollout in rollouts
+        )
+
+    def _encode_completion(self, rollout: Rollout) -> list[int]:
+        ids = self._tokens.encode(rollout.text)
+        return ids if rollout.truncated else [*ids, self._tokens.end]
+
+    def _remember_old(self, minibatch: Sequence[Batch], figures: Sequence[_Figures]) -> None:
+        """Log-probs under the weights the round begins with, for updates that come after these have moved."""
+
+        def score(slices: Sequence[Sequence[TrainingSequence]], gathered: Sequence[_Figures]) -> None:
+            padded = pad(slices, self._models.device)
+            with torch.no_grad():
+                logp_KSC, _ = self._models.logprobs(padded, self._learning.temperature)
+            _note_gap(gathered, padded, logp_KSC)
+            rows = logp_KSC.tolist()
+            for k, sequences in enumerate(slices):
+                for s, sequence in enumerate(sequences):
+                    sequence.old_logprobs = rows[k][s][: len(sequence.completion)]
+
+        self._in_micro_batches(minibatch, score, figures)
+
+    def _in_micro_batches(
+        self,
+        minibatch: Sequence[Batch],
+        visit: Callable[[Sequence[Sequence[TrainingSequence]], Sequence[_Figures]], None],
+        figures: Sequence[_Figures],
+    ) -> None:
+        """Visit a minibatch piece by piece. Out of memory: again from the start in smaller pieces."""
+        while True:
+            slices = micro_batches(minibatch, self._micro_batch_tokens)
+            gathered = [_Figures() for _ in self._nodes]
+            try:
+                for start, stop in slices:
+                    visit([batch.sequences[start:stop] for batch in minibatch], gathered)
+            except RuntimeError as error:
+                self._models.drop_gradients()
+                if not is_out_of_memory(error):
+                    raise
+                if max(stop - start for start, stop in slices) == 1:
+                    raise ModelError(
+                        "There is not enough memory to train on even one completion at a time: set "
+                        "GRADIENT_CHECKPOINTING=True, lower MAX_NEW_TOKENS or the number of nodes, or take a smaller "
+                        "model."
+                    ) from None
+                self._micro_batch_tokens //= 2
+                self._backoffs += 1
+            else:
+                for total, part in zip(figures, gathered, strict=True):
+                    total.add(part)
+                return
+
+    def _pass(
+        self, minibatch: Sequence[Batch], slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[_Figures]
+    ) -> None:
+        """Forward and backward of one micro-batch: gradients add up in the models, figures in `figures`."""
+        learning, models = self._learning, self._models
+        padded = pad(slices, models.device)
+        real_KSC = padded.real_KSC
+        logp_KSC, entropy_KSC = models.logprobs(padded, learning.temperature)
+        said = logp_KSC.detach()
+        old_KSC = torch.where(padded.old_KSC.isnan(), said, padded.old_KSC)
+        advantage_KS1, unlikely_KS = self._weighed(padded, (said * real_KSC).sum(-1))
+        losses_KSC, clipped_KSC = grpo.token_losses(
+            learning.loss, logp_KSC, old_KSC, advantage_KS1, real_KSC, learning.clip_low, learning.clip_high
+        )
+        if learning.kl_beta:
+            reference_KSC = models.reference_logprobs(padded, learning.temperature)
+            losses_KSC = losses_KSC + learning.kl_beta * grpo.divergence(logp_KSC, reference_KSC)
+        tokens_K = torch.tensor([batch.tokens for batch in minibatch], device=models.device)
+        completions_K = torch.tensor([batch.completions for batch in minibatch], device=models.device)
+        weights_KSC = grpo.token_weights(learning.aggregate, real_KSC, tokens_K, completions_K, learning.max_new_tokens)
+        loss_K = (losses_KSC * weights_KSC).sum((1, 2))
+        loss_K.sum().backward()  # type: ignore[no-untyped-call]
+
+        if padded.old_KSC.isnan().all():
+            _note_gap(figures, padded, said)
+        sums_K = torch.stack(
+            [
+                loss_K.detach().double(),
+                (entropy_KSC * real_KSC).sum((1, 2)).double(),
+                (clipped_KSC * real_KSC).sum((1, 2)).double(),
+                real_KSC.sum((1, 2)).double(),
+                unlikely_KS.sum(1).double(),
+            ]
+        ).tolist()
+        for k, one in enumerate(figures):
+            one.loss += sums_K[0][k]
+            one.entropy += sums_K[1][k]
+            one.clipped += sums_K[2][k]
+            one.seen += sums_K[3][k]
+            one.unlikely += sums_K[4][k]
+
+    def _weighed(self, padded: Padded, total_KS: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages with what an off-policy rule makes of peers' text; which of it is too unlikely to count at all."""
+        lengths_KS = padded.real_KSC.sum(-1)
+        unlikely_KS = padded.foreign_KS & ~grpo.better_than_chance(total_KS, lengths_KS, self._models.vocabulary)
+        weight_KS = torch.where(unlikely_KS, 0.0, 1.0)
+        if self._learning.off_policy in grpo.NEEDS_LOGPROBS:
+            importance_KS = grpo.importance(
+                self._learning.off_policy, padded.advantage_KS1[..., 0], total_KS, padded.said_KS
+            )
+            weight_KS = torch.where(padded.foreign_KS, weight_KS * importance_KS, weight_KS)
+        return padded.advantage_KS1 * weight_KS[..., None], unlikely_KS
+
+    # Checkpoints
+
+    def save(self, node: str, note: CheckpointNote) -> bytes:
+        return saving.to_bytes(self._models.state(self._nodes.index(node)), note)
+
+    def load(self, node: str, saved: bytes, expected: CheckpointNote) -> CheckpointNote:
+        state, note = saving.from_bytes(saved)
+        saving.check_note(note, expected)
+        self._models.load_state(self._nodes.index(node), state)
+        return note
+
+    def node_weights(self, node: str) -> Weights:
+        """A copy of one node's weights under the names they are saved by."""
+        return self._models.weights(self._nodes.index(node))
+
+    def about(self, questions: int, group_size: int) -> str:
+        """What the models will take of this machine's memory; also lowers the micro-batch to what fits."""
+        estimate = self._models.estimate(
+            questions * group_size, LIKELY_PROMPT + self._learning.max_new_tokens, self._micro_batch_tokens
+        )
+        self._micro_batch_tokens = estimate.micro_batch_tokens
+        return estimate.sentence()
+
+
+# The length of a usual prompt, for the estimate before any is known.
+LIKELY_PROMPT = 128
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What one node's row says of its round of learning."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    seen: float = 0.0
+    unlikely: float = 0.0
+    gap: float | None = None
+    norms: float = 0.0
+    updates: int = 0
+    dropped: int = 0
+    trained_tokens: int = 0
+
+    def add(self, other: _Figures) -> None:
+        """Take in the figures of one update's passes."""
+        self.loss += other.loss
+        self.entropy += other.entropy
+        self.clipped += other.clipped
+        self.seen += other.seen
+        self.unlikely += other.unlikely
+        if other.gap is not None:
+            self.gap = max(self.gap or 0.0, other.gap)
+
+    def step(self, norm: float, moved: bool) -> None:
+        self.norms += norm
+        self.updates += moved
+        self.dropped += not moved
+
+    def row(self) -> dict[str, float]:
+        """Means over tokens and updates; where there was nothing to learn from, nothing is claimed."""
+        tried = self.updates + self.dropped
+        row: dict[str, float] = {
+            "loss": self.loss / max(1, tried),
+            "grad_norm": self.norms / max(1, tried),
+            "trained_tokens": self.trained_tokens,
+            "updated": float(self.updates > 0),
+            "dropped_updates": self.dropped,
+        }
+        if self.seen:
+            row |= {
+                "entropy": self.entropy / self.seen,
+                "clip_fraction": self.clipped / self.seen,
+                "unlikely_texts": self.unlikely,
+            }
+        if self.gap is not None:
+            row["logprob_gap"] = self.gap
+        return row
+
+
+def _note_gap(figures: Sequence[_Figures], padded: Padded, logp_KSC: Tensor) -> None:
+    """How far the log-probs of training are from those of sampling, at the worst token of the node's own."""
+    distance_KSC = ((logp_KSC - padded.sampled_KSC).abs() * padded.real_KSC).nan_to_num(0.0)
+    known_K = ((~padded.sampled_KSC.isnan()) & padded.real_KSC.bool()).flatten(1).any(1).tolist()
+    for one, known, worst in zip(figures, known_K, distance_KSC.flatten(1).amax(1).tolist(), strict=True):
+        if known:
+            one.gap = max(one.gap or 0.0, worst)
+
+
+def pick_device(wanted: str) -> str:
+    """The device to compute on. `auto` takes cuda, then mps, then cpu."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return next(name for name, available in there.items() if available)
+    if not there[wanted]:
+        raise ModelError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
+    return wanted

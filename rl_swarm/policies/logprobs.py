@@ -1,0 +1,79 @@
+"""Log-probs of chosen tokens without ever holding the scores over the vocabulary for a whole batch.
+
+Shape letters: K nodes, N positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Scores over the vocabulary held at a time, as 4-byte numbers: 256 MiB. Softmax and gradient need a few times that.
+CHUNK_NUMBERS = 2**26
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and the entropy of each distribution (a figure, not differentiated)."""
+    logp = torch.log_softmax(logits.float() / temperature, -1)
+    chosen = logp.gather(-1, targets[..., None])[..., 0]
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
+    return chosen, entropy
+
+
+def chunked_logprobs(
+    head: Callable[[Tensor], Tensor],
+    hidden_KND: Tensor,
+    targets_KN: Tensor,
+    temperature: float,
+    vocabulary: int,
+    most_numbers: int = CHUNK_NUMBERS,
+) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs(head(hidden), targets)`, a chunk of positions at a time.
+
+    The scores of a chunk are computed again on the way back instead of being kept.
+    """
+    K, N, _ = hidden_KND.shape
+
+    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(head(hidden), targets, temperature)
+
+    size = max(1, most_numbers // (K * vocabulary))
+    if size >= N:
+        return chunk(hidden_KND, targets_KN)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, N, size):
+        piece = (hidden_KND[:, start : start + size], targets_KN[:, start : start + size])
+        parts.append(checkpoint(chunk, *piece, use_reentrant=False) if torch.is_grad_enabled() else chunk(*piece))
+    return torch.cat([logp for logp, _ in parts], 1), torch.cat([entropy for _, entropy in parts], 1)
+
+
+def at_real_positions(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    hidden_KSTD: Tensor,
+    source_KSC: Tensor,
+    targets_KSC: Tensor,
+    real_KSC: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Score completion tokens and nothing else: padding costs memory and time by the vocabulary's size.
+
+    Real positions are packed side by side, (K, N) with N the most any node has, scored, and put back in their places.
+    """
+    K, S, T, D = hidden_KSTD.shape
+    C = source_KSC.shape[2]
+    real = real_KSC.reshape(K, S * C).bool()
+    # A stable sort brings each node's real positions to the front, in order.
+    order_KN = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
+    offsets_S = torch.arange(S, device=source_KSC.device)[:, None] * T
+    source_KN = (source_KSC + offsets_S).reshape(K, S * C).gather(1, order_KN)
+    targets_KN = targets_KSC.reshape(K, S * C).gather(1, order_KN)
+    hidden_KND = hidden_KSTD.reshape(K, S * T, D).gather(1, source_KN[..., None].expand(-1, -1, D))
+    logp_KN, entropy_KN = score(hidden_KND, targets_KN)
+
+    def back(values_KN: Tensor) -> Tensor:
+        return values_KN.new_zeros(K, S * C).scatter(1, order_KN, values_KN).view(K, S, C)
+
+    return back(logp_KN), back(entropy_KN)

@@ -1,0 +1,75 @@
+"""How much memory training will take, said before it is taken; and how to tell that it ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_swarm.policies.logprobs import CHUNK_NUMBERS
+
+GIB = 2**30
+SMALLEST_MICRO_BATCH = 256
+# Scores over the vocabulary are there as such, as log-probs, as probabilities and as a gradient.
+CHUNK_BYTES = 4 * 4 * CHUNK_NUMBERS
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes by purpose, at the fullest moment; `free` is what was left once weights and optimiser were in place."""
+
+    held: Mapping[str, int]
+    sampling: Mapping[str, int]
+    training: Mapping[str, int]
+    free: int | None
+    micro_batch_tokens: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values()) + self.to_come
+
+    @property
+    def to_come(self) -> int:
+        """What is taken after weights and optimiser: sampling and training take turns."""
+        return max(sum(self.sampling.values()), sum(self.training.values()))
+
+    def sentence(self) -> str:
+        parts = {**self.held, **self.sampling, **self.training}
+        listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+        text = f"memory, at most about {size(self.total)}: {listed}; {self.micro_batch_tokens} tokens a pass"
+        if self.free is not None and self.to_come > self.free:
+            text += f". Only {size(self.free)} are free: it may run out"
+        return text
+
+
+def size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 2 else f"{count / 2**20:.0f} MiB"
+
+
+def fitting(wanted: int, per_token: int, fixed: int, free: int | None) -> int:
+    """The largest micro-batch, the wanted one halved as often as needed, that leaves the fixed parts their room."""
+    tokens = wanted
+    while free is not None and tokens > SMALLEST_MICRO_BATCH and fixed + tokens * per_token > free:
+        tokens //= 2
+    return tokens
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that could still be taken; None where nobody tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    table = Path("/proc/meminfo")
+    if device.type == "cpu" and table.is_file():
+        for line in table.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has an error of its own for it; the CPU's allocator and Apple's say it in words."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "can't allocate memory" in words
