@@ -6,8 +6,8 @@
     python benchmarks/pico_sweep.py --figure stability.png --table runs.jsonl
 
 Eight nodes, G=8; evaluation of all nodes on the same 512 held-out questions every 20 rounds, one sampled answer each
-and by task. What is not set is the package's default. Runs that differ only in what a node decides for itself (seed, I, J,
-learning rate, weights of negative advantages) are stacked into one program, at most --stack of them, and --jobs such
+and by task. What is not set is the package's default. Runs that differ only in what a node decides for itself (seed, I,
+J, learning rate, weights of negative advantages) are stacked into one program, at most --stack of them, and --jobs such
 programs run at a time. On a data-centre GPU `--stack 10 --jobs 4` is quick; on a CPU leave both at 1.
 """
 

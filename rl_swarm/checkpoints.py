@@ -7,21 +7,64 @@ own plan included, so a node killed at any moment ends with the weights of one t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from rl_swarm.errors import CheckpointError, KeyMissing, Stopped
 from rl_swarm.host import Host
 from rl_swarm.types import Step
 
+# Copies on their way to the store, all nodes' together.
+MOST_WAITING_BYTES = 2 * 2**30
+
+
+class CheckpointWriter:
+    """Writes checkpoints while training goes on: nodes are copied at once, the store takes them at its own speed.
+
+    A node killed before its checkpoint is written has the one before and replays more. Copies that wait take memory, so
+    not many do: beyond a limit training waits for the store.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True)
+
+    def write(self, step: Step) -> None:
+        """Save every node of the host as it is after `step`; what went wrong with earlier ones is raised here."""
+        for node in self._host.nodes:
+            note = {**_identity(self._host, node), "round": step.round, "stage": step.stage}
+            data = self._host.policy.save(node, note)
+            self._settle(MOST_WAITING_BYTES - len(data))
+            self._waiting.append((len(data), self._thread.submit(self._store, node, step.round, data)))
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        self._settle(-1)
+
+    def _settle(self, room: int) -> None:
+        while self._waiting and (sum(size for size, _ in self._waiting) > room or self._waiting[0][1].done()):
+            self._waiting.popleft()[1].result()
+
+    def _store(self, node: str, round: int, data: bytes) -> None:
+        """One node's checkpoint; then its oldest beyond CHECKPOINT_KEEP go."""
+        self._host.experiment.write_checkpoint(node, round, data)
+        for old in self._host.experiment.checkpoint_rounds(node)[: -self._host.settings.checkpoint_keep]:
+            self._host.experiment.delete_checkpoint(node, old)
+
 
 def write_checkpoints(host: Host, step: Step) -> None:
-    """One for each node of the host, of the state after `step`; then the oldest beyond CHECKPOINT_KEEP go."""
-    for node in host.nodes:
-        note = {**_identity(host, node), "round": step.round, "stage": step.stage}
-        host.experiment.write_checkpoint(node, step.round, host.policy.save(node, note))
-    for node in host.nodes:
-        for old in host.experiment.checkpoint_rounds(node)[: -host.settings.checkpoint_keep]:
-            host.experiment.delete_checkpoint(node, old)
+    """Save every node of the host, and be done with it."""
+    with CheckpointWriter(host) as writer:
+        writer.write(step)
+        writer.finish()
 
 
 def restore(host: Host, say: Callable[[str], None], stopped: Callable[[], bool]) -> Step | None:

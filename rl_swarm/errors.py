@@ -8,6 +8,7 @@ SwarmError                 the command ends with exit code 1 and the sentence
 ├── Stopped                asked to end while it waited: not a failure, exit code 0
 ├── NameTaken              another live process holds this node name or the coordinator's seat
 ├── ModelError             a model folder that cannot be loaded
+├── LearningFailed         three updates in a row were not numbers: the node ends, its weights as they were
 ├── CheckpointError        this checkpoint is passed over for the next older one
 ├── HubError               the Hugging Face Hub refuses, or cannot be reached: nothing was uploaded
 ├── StoreError
@@ -49,6 +50,10 @@ class NameTaken(SwarmError):
 
 
 class ModelError(SwarmError):
+    pass
+
+
+class LearningFailed(SwarmError):
     pass
 
 

@@ -83,7 +83,7 @@ def export_model(
     """A checkpoint as a model folder that transformers loads, with a card that says what it is."""
     from safetensors import SafetensorError
 
-    from rl_swarm.policies.saving import read_saved_weights, save_weights
+    from rl_swarm.policies.saving import is_adapter, read_saved_weights, save_weights
 
     node, model, round = checkpoint
     source = model_folder(model, token)
@@ -91,6 +91,10 @@ def export_model(
         raise ModelError(f"{source} is no model folder: config.json is missing.")
     try:
         weights = read_saved_weights(experiment.read_checkpoint(node, round))
+        if is_adapter(weights):
+            from rl_swarm.policies.huggingface import merged_weights
+
+            weights = merged_weights(source, weights)
     except CheckpointError as error:
         raise CheckpointError(
             f"The checkpoint of round {round} of {node} cannot be read ({error}); --round takes another one."

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rl_swarm.allocation import Allocation, allocate, seen
+from rl_swarm.errors import LearningFailed
 from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.gathering import Gathered, PeerReader, score
 from rl_swarm.plan import Plan, account, make_plan, read_plans, vote, write_plan
@@ -28,6 +29,9 @@ from rl_swarm.types import Question, RolloutGroup, ScoredGroup, Step
 
 # Evaluation draws the same held-out questions for every node of every experiment with the same seed.
 EVERYONE = "everyone"
+
+# Updates that were not numbers, one after the other, before a node gives up.
+MOST_DROPPED = 3
 
 
 @dataclass(slots=True)
@@ -91,6 +95,7 @@ class Host:
         self._select = RULES[settings.select]
         self._plans = {node: read_plans(experiment, node) for node in nodes}
         self._history = {node: [seen(row) for row in experiment.metrics(node).rows] for node in nodes}
+        self._dropped = dict.fromkeys(nodes, 0)
         self._recorded = {node: {one.step for one in self._history[node]} for node in nodes}
 
     # First half
@@ -172,7 +177,21 @@ class Host:
             self._record(node, step, choices[node], rows[node])
             if self.settings.rollout_cleanup_enabled:
                 prune_rollouts(self.experiment, node, step, self.settings)
+        self._check_learning(rows)
         return rows
+
+    def _check_learning(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """An update that is not a number is dropped and counted; a node that has no others any more is at its end."""
+        for node, row in rows.items():
+            if row.get("dropped_updates", 0):
+                self._dropped[node] = 0 if row["updated"] else self._dropped[node] + 1
+            elif row.get("updated", 0):
+                self._dropped[node] = 0
+            if self._dropped[node] >= MOST_DROPPED:
+                raise LearningFailed(
+                    f"{node} ends: in its last {MOST_DROPPED} updates loss or gradient was not a finite number. Its "
+                    "weights are those before them. Try a lower LEARNING_RATE, DTYPE=float32, or another model."
+                )
 
     def replay(self, step: Step, nodes: Sequence[str]) -> int:
         """Do a finished step again for some nodes, writing nothing; returns how many of its groups are gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rl_swarm.checkpoints import write_checkpoints
+from rl_swarm.checkpoints import CheckpointWriter
 from rl_swarm.errors import KeyMissing, MalformedRecord
 from rl_swarm.heart import Heart
 from rl_swarm.host import Host
@@ -29,9 +29,10 @@ class Rounds:
         stop: Stop,
         say: Callable[[str], None],
         watcher: Watcher,
+        writer: CheckpointWriter,
     ) -> None:
         self._host, self._leases, self._heart, self._done = host, leases, heart, done
-        self._stop, self._say, self._watcher = stop, say, watcher
+        self._stop, self._say, self._watcher, self._writer = stop, say, watcher, writer
         self._settings = host.settings
         self._watch = Watch(time.monotonic)
         self._free = host.settings.coordinator_pace == "free"
@@ -55,6 +56,7 @@ class Rounds:
                 self._checkpoint()
         if self._done is not None and self._saved != self._done:
             self._checkpoint()
+        self._writer.finish()
         if self._done is not None and self._stop.requested:
             self._say(f"saved after round {self._done.round}; the same command goes on from here")
 
@@ -136,5 +138,5 @@ class Rounds:
 
     def _checkpoint(self) -> None:
         assert self._done is not None
-        write_checkpoints(self._host, self._done)
+        self._writer.write(self._done)
         self._saved = self._done

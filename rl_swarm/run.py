@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from rl_swarm import __version__
-from rl_swarm.checkpoints import restore
+from rl_swarm.checkpoints import CheckpointWriter, restore
 from rl_swarm.coordinator import Coordinator
 from rl_swarm.errors import ExperimentExists, ExperimentMissing, NameTaken, SettingsError, Stopped, StoreUnavailable
 from rl_swarm.experiment import Experiment, create_experiment, open_experiment
@@ -79,11 +79,13 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         assert settings.tasks is not None, "filled in by settings.load"
         task = open_tasks(settings.tasks, settings.task_difficulty)
         host = Host(experiment, nodes, task, open_policy(settings, nodes), settings)
+        say(host.policy.about(settings.most_groups, settings.num_generations))
         _tell_differences(found, settings, say)
         done = restore(host, say, lambda: stop.requested)
         for lease in leases:
             heart.beat(lease, done, done)
-        Rounds(host, leases, heart, done, stop, say, watcher).run()
+        with CheckpointWriter(host) as writer:
+            Rounds(host, leases, heart, done, stop, say, watcher, writer).run()
         heart.check()
 
 

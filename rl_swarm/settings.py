@@ -228,6 +228,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto", "learning", "Compute type over float32 weights; auto: bfloat16 on a GPU, else float32."
     )
+    chat_template: Literal["auto", "none"] = _setting(
+        "auto", "learning", "auto puts questions through the model's chat template where it has one; none never."
+    )
     micro_batch_tokens: Positive = _setting(
         8192, "learning", "Tokens in one forward and backward pass: lower it when memory runs out."
     )

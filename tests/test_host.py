@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from rl_swarm.policies.toy import ToyPolicy
 from rl_swarm.prune import prune_rollouts
 from rl_swarm.settings import Settings
 from rl_swarm.stores.memory import MemoryStore
-from rl_swarm.types import ScoredGroup, Step
+from rl_swarm.tasks.arithmetic import Arithmetic
+from rl_swarm.types import Question, Rollout, ScoredGroup, Step
 
 ROOT = "experiments/trial/"
 # Without a filter and with room for all, whatever was found is used: four groups of each peer.
@@ -139,6 +141,68 @@ def test_training_uses_own_and_chosen_groups_together() -> None:
     for row in swarm.play(Step(0)).values():
         assert row["trained_tokens"] == (4 + row["external_used"]) * 8
         assert row["generated_tokens"] == 4 * 8
+
+
+RIGHT, WRONG = Rollout("<answer>1</answer>"), Rollout("no idea")
+RIGHT_CUT, WRONG_CUT = replace(RIGHT, truncated=True), replace(WRONG, truncated=True)
+
+
+class Writing(ToyPolicy):
+    """Gives these answers to every question, and keeps what it learns from."""
+
+    def __init__(self, node: str, *answers: Rollout) -> None:
+        super().__init__([node], 0.5)
+        self._answers = answers
+        self.learned: list[ScoredGroup] = []
+
+    def generate(
+        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+    ) -> dict[str, list[tuple[Rollout, ...]]]:
+        return {node: [self._answers] * len(asked) for node, asked in prompts.items()}
+
+    def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
+        self.learned = [scored for groups in batches.values() for scored in groups]
+        return super().update(batches)
+
+
+class OneIsRight(Arithmetic):
+    def score(self, question: Question, text: str) -> float:
+        return float(text == RIGHT.text)
+
+
+def learn_from_each_other(settings: Settings, *answers: Rollout) -> tuple[dict[str, Any], list[ScoredGroup]]:
+    """A round of two nodes with these answers: the row of the first, and what it learned from."""
+    experiment = toy_experiment(MemoryStore(), settings)
+    policies = [Writing(node, *answers) for node in ("ada", "bob")]
+    hosts = [
+        Host(experiment, [node], OneIsRight(), policy, settings)
+        for node, policy in zip(("ada", "bob"), policies, strict=True)
+    ]
+    shared = [host.share(Step(0)) for host in hosts]
+    return hosts[0].learn(Step(0), shared[0])["ada"], policies[0].learned
+
+
+@pytest.mark.parametrize(
+    ("rule", "rewards", "left_out"),
+    [("score", (1, 1, 0, 0), ()), ("zero", (0, 1, 0, 0), ()), ("leave_out", (1, 1, 0, 0), (0, 3))],
+)
+def test_cut_off_completions_are_treated_alike_in_own_and_in_peers_groups(
+    rule: str, rewards: tuple[float, ...], left_out: tuple[int, ...]
+) -> None:
+    chosen = toy_settings(truncated_completions=rule, **EVERYTHING)
+    row, learned = learn_from_each_other(chosen, RIGHT_CUT, RIGHT, WRONG, WRONG_CUT)
+    assert row["truncated"] == 0.5 and row["my_reward"] == sum(rewards) / 4
+    assert Counter(scored.group.node for scored in learned) == {"ada": 4, "bob": 4}
+    for scored in learned:
+        assert scored.rewards == rewards, scored.group.node
+        assert scored.left_out == frozenset(left_out), scored.group.node
+
+
+@pytest.mark.parametrize(("rule", "used"), [("score", 4), ("zero", 4), ("leave_out", 0)])
+def test_a_peers_group_that_differs_only_in_what_is_left_out_is_not_chosen(rule: str, used: int) -> None:
+    chosen = toy_settings(truncated_completions=rule, num_transplant_trees=64)
+    row, _ = learn_from_each_other(chosen, RIGHT, RIGHT, RIGHT, WRONG_CUT)
+    assert (row["informative_local"], row["external_used"]) == (used, used)
 
 
 def test_a_peer_that_has_not_published_yet_is_read_from_the_round_before() -> None:

@@ -26,13 +26,20 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
 
     _before_torch()
 
+    from rl_swarm.policies.decoder import read_config, unsupported
     from rl_swarm.policies.learner import pick_device
-    from rl_swarm.policies.stacked import stacked_learner
 
     device = pick_device(settings.device)
-    if settings.lora_rank:
-        raise SettingsError(f"LORA_RANK={settings.lora_rank} is not allowed: this version trains whole models.")
-    return stacked_learner(nodes, folder, learning_of(settings, device), device)
+    learning = learning_of(settings, device)
+    reason = unsupported(read_config(folder))
+    if settings.lora_rank or reason:
+        from rl_swarm.policies.huggingface import huggingface_learner
+
+        return huggingface_learner(nodes, folder, learning, device, reason or "")
+
+    from rl_swarm.policies.stacked import stacked_learner
+
+    return stacked_learner(nodes, folder, learning, device)
 
 
 def learning_of(settings: Settings, device: str) -> Learning:

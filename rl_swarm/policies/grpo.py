@@ -16,6 +16,8 @@ Shape letters: K nodes, S sequences, C completion positions. `real` is 1 where a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def clipped_importance(logp: Tensor, old: Tensor, advantage: Tensor, low: float,
     """
     ratio = torch.exp(logp.detach() - old)
     weight = ratio.clamp(1 - low, 1 + high)
-    return -weight * advantage * logp, weight != ratio
+    return -weight * advantage * logp, (weight != ratio) & (advantage != 0)
 
 
 def token_losses(
@@ -137,4 +139,4 @@ def better_than_chance(logp: Tensor, lengths: Tensor, vocabulary: int) -> Tensor
 
     A peer's text that is not is noise or poison around an answer, and its gradient is enormous.
     """
-    return logp >= -lengths * torch.log(torch.tensor(float(vocabulary)))
+    return logp >= -lengths * math.log(vocabulary)

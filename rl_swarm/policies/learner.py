@@ -55,11 +55,13 @@ class Learning:
     dtype: str = "float32"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
+    chat_template: str = "auto"
 
 
 class Models(Protocol):
     """The models of K nodes: what they compute, their gradients, their optimiser."""
 
+    name: str
     context: int
     vocabulary: int
     device: torch.device
@@ -407,7 +409,7 @@ class Learner:
             questions * group_size, LIKELY_PROMPT + self._learning.max_new_tokens, self._micro_batch_tokens
         )
         self._micro_batch_tokens = estimate.micro_batch_tokens
-        return estimate.sentence()
+        return f"{self._models.name}, {self._learning.dtype} on {self._models.device.type}; {estimate.sentence()}"
 
 
 # The length of a usual prompt, for the estimate before any is known.

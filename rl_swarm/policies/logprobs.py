@@ -60,7 +60,8 @@ def at_real_positions(
 ) -> tuple[Tensor, Tensor]:
     """Score completion tokens and nothing else: padding costs memory and time by the vocabulary's size.
 
-    Real positions are packed side by side, (K, N) with N the most any node has, scored, and put back in their places.
+    Real positions are packed side by side, (K, N) with N the most any node has, scored, and put back in their places;
+    everywhere else there is zero.
     """
     K, S, T, D = hidden_KSTD.shape
     C = source_KSC.shape[2]
@@ -74,6 +75,8 @@ def at_real_positions(
     logp_KN, entropy_KN = score(hidden_KND, targets_KN)
 
     def back(values_KN: Tensor) -> Tensor:
-        return values_KN.new_zeros(K, S * C).scatter(1, order_KN, values_KN).view(K, S, C)
+        # A node with fewer real positions than N had others scored for company: those are dropped.
+        found = values_KN.new_zeros(K, S * C).scatter(1, order_KN, values_KN)
+        return torch.where(real, found, 0.0).view(K, S, C)
 
     return back(logp_KN), back(entropy_KN)

@@ -14,6 +14,11 @@ GIB = 2**30
 SMALLEST_MICRO_BATCH = 256
 # Scores over the vocabulary are there as such, as log-probs, as probabilities and as a gradient.
 CHUNK_BYTES = 4 * 4 * CHUNK_NUMBERS
+# What allocators say that have no error of their own for it.
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+
+# Numbers a layer keeps for the way back, per token, as a multiple of its width, where nothing better is known.
+KEPT_PER_WIDTH = 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,10 @@ def size(count: float) -> str:
 
 
 def fitting(wanted: int, per_token: int, fixed: int, free: int | None) -> int:
-    """The largest micro-batch, the wanted one halved as often as needed, that leaves the fixed parts their room."""
+    """The wanted micro-batch, halved until it leaves the fixed parts their room, or is as small as makes sense."""
     tokens = wanted
     while free is not None and tokens > SMALLEST_MICRO_BATCH and fixed + tokens * per_token > free:
-        tokens //= 2
+        tokens = max(SMALLEST_MICRO_BATCH, tokens // 2)
     return tokens
 
 
@@ -70,6 +75,6 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has an error of its own for it; the CPU's allocator and Apple's say it in words."""
+    """CUDA has an error of its own for it; the CPU's allocator, Apple's and cuBLAS say it in words."""
     words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "can't allocate memory" in words
+    return isinstance(error, torch.OutOfMemoryError) or any(said in words for said in NO_MEMORY)

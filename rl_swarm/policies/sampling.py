@@ -80,6 +80,10 @@ class Recorder:
         return None if finished else ids_KS
 
     @property
+    def sequences(self) -> int:
+        return self._done_KS.shape[1]
+
+    @property
     def sampled(self) -> Sampled:
         return Sampled(self._ids_KSC, self._logprobs_KSC, self._length_KS, self._done_KS)
 

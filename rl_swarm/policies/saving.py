@@ -55,5 +55,10 @@ def read_saved_weights(saved: bytes) -> Weights:
     return weights
 
 
+def is_adapter(weights: Weights) -> bool:
+    """Whether these are LoRA's, to be worked into the weights of a base model."""
+    return any(".lora_A." in name for name in weights)
+
+
 def save_weights(weights: Weights, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

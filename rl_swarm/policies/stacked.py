@@ -23,7 +23,7 @@ from rl_swarm.policies.tokens import Tokens
 
 def stacked_learner(nodes: Sequence[str], folder: Path, learning: Learning, device: str = "cpu") -> Learner:
     """A Policy over one model folder; every node starts from the same weights."""
-    tokens = Tokens(folder)
+    tokens = Tokens(folder, chat=learning.chat_template == "auto")
     return Learner(nodes, StackedModels(len(nodes), folder, learning, device), tokens, learning)
 
 
@@ -32,6 +32,7 @@ class StackedModels:
         self._shape = read_shape(folder)
         self._halved = learning.dtype == "bfloat16"
         self._checkpointed = learning.gradient_checkpointing
+        self.name = f"{count} node{'' if count == 1 else 's'} as one program"
         self.context, self.vocabulary = self._shape.context, self._shape.vocabulary
         self.device = torch.device(device)
         single = {name: weight.to(device) for name, weight in read_weights(folder, self._shape).items()}
@@ -132,7 +133,7 @@ class StackedModels:
         numbers = sum(weight.numel() for weight in self._weights.values())
         item = 2 if self._halved else 4
         copies = 2 * item * numbers if self._halved else 0
-        kept = item * (KEPT_BY_WIDTH * shape.width + KEPT_BY_FFN * self._ffn())
+        kept = item * (KEPT_BY_WIDTH * shape.width + KEPT_BY_FFN * shape.ffn)
         per_token = item * shape.width * shape.layers + kept if self._checkpointed else kept * shape.layers
         scores = min(memory.CHUNK_BYTES, 16 * micro_batch_tokens * self.vocabulary)
         fixed = 4 * numbers + copies + scores
@@ -146,10 +147,6 @@ class StackedModels:
             free=free,
             micro_batch_tokens=fit,
         )
-
-    def _ffn(self) -> int:
-        widest = max(max(weight.shape[1:]) for name, weight in self._weights.items() if ".mlp." in name)
-        return int(widest)
 
 
 # Numbers a layer keeps for the way back, per token, as multiples of its width and of its feed-forward width: measured.

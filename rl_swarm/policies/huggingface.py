@@ -1,0 +1,328 @@
+"""Any causal language model that transformers can load, one node after the other; and LoRA adapters through peft.
+
+The way for model families the stacked decoder does not know, and for LORA_RANK. Slower, and right for all of them: the
+prompts of one call have one length (the siblings of one question), so nothing is padded while sampling, and training
+pads on the right, where a causal model does not look. With adapters all nodes share one base model.
+
+Shape letters: K nodes, S sequences, T positions, C completion positions, D width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_swarm.errors import ModelError
+from rl_swarm.policies import memory, saving
+from rl_swarm.policies.adam import StackedAdam
+from rl_swarm.policies.batches import Padded
+from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs, token_logprobs
+from rl_swarm.policies.sampling import Recorder, Sampled
+from rl_swarm.policies.tokens import Tokens
+
+Weights = dict[str, Tensor]
+
+
+def huggingface_learner(
+    nodes: Sequence[str], folder: Path, learning: Learning, device: str, reason: str = ""
+) -> Learner:
+    tokens = Tokens(folder, chat=learning.chat_template == "auto")
+    return Learner(nodes, HuggingfaceModels(len(nodes), folder, learning, device, reason), tokens, learning)
+
+
+class HuggingfaceModels:
+    """One transformers model for each node, or one for all with an adapter for each."""
+
+    def __init__(self, count: int, folder: Path, learning: Learning, device: str, reason: str = "") -> None:
+        self.device = torch.device(device)
+        self._halved = learning.dtype == "bfloat16"
+        self._checkpointed = learning.gradient_checkpointing
+        self._lora = learning.lora_rank > 0
+        if self._lora:
+            self._wrapped = _with_adapters(load_model(folder), count, learning.lora_rank).to(device)
+            self._models = [self._wrapped.get_base_model()] * count
+            self._reference: Any = None
+        else:
+            self._models = [load_model(folder).to(device) for _ in range(count)]
+            # Only a KL term looks back; with adapters the base model is the reference already.
+            self._reference = load_model(folder).to(device) if learning.kl_beta else None
+        if self._checkpointed:
+            for model in self._models:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        config = self._models[0].config.get_text_config()
+        self.vocabulary = int(self._models[0].get_input_embeddings().weight.shape[0])
+        self.context = int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
+        self._plain_head = _has_plain_head(self._models[0], self.device)
+        self._trained = [self._parameters(k) for k in range(count)]
+        views = [{name: one.detach()[None] for name, one in trained.items()} for trained in self._trained]
+        self._adams = [StackedAdam(view) for view in views]
+        kind = f"LoRA adapters of rank {learning.lora_rank}" if self._lora else "whole models"
+        self.name = f"{kind} in transformers, one node after the other" + (f" (the model {reason})" if reason else "")
+
+    def _parameters(self, k: int) -> dict[str, torch.nn.Parameter]:
+        """What node k trains, by the name it is saved under."""
+        if not self._lora:
+            return dict(self._models[k].named_parameters())
+        mark = f".{_adapter(k)}."
+        named = self._models[k].named_parameters()
+        return {name.replace(mark, "."): one for name, one in named if mark in name}
+
+    @contextmanager
+    def _acting(self, k: int) -> Iterator[Any]:
+        """Node k's model, in the compute type, with its adapter in place and without dropout."""
+        model = self._models[k]
+        if self._lora:
+            self._wrapped.set_adapter(_adapter(k))
+            # peft freezes the other adapters, of which some may still wait for their gradient.
+            for trained in self._trained:
+                for one in trained.values():
+                    one.requires_grad_(True)
+        # transformers recomputes layers in training mode only; there is no dropout in either mode.
+        model.train(self._checkpointed and torch.is_grad_enabled())
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16) if self._halved else nullcontext():
+                yield model
+        finally:
+            model.eval()
+
+    # What the models compute
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[Sequence[int]]],
+        uniform_KSC: Tensor,
+        *,
+        ends: Sequence[int],
+        temperature: float,
+        top_p: float,
+    ) -> Sampled:
+        uniform_KSC = uniform_KSC.to(self.device)
+        size = uniform_KSC.shape[1] // len(prompts[0])
+        rows: list[list[Sampled]] = []
+        for k, questions in enumerate(prompts):
+            with self._acting(k) as model:
+                rows.append(
+                    [
+                        _answer(
+                            model,
+                            prompt,
+                            Recorder(uniform_KSC[k : k + 1, q * size : (q + 1) * size], ends, temperature, top_p),
+                            uniform_KSC.shape[2],
+                        )
+                        for q, prompt in enumerate(questions)
+                    ]
+                )
+        return Sampled(
+            *(
+                torch.cat([torch.cat([getattr(one, name) for one in row], 1) for row in rows], 0)
+                for name in ("ids_KSC", "logprobs_KSC", "lengths_KS", "stopped_KS")
+            )
+        )
+
+    def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
+        found = []
+        for k in range(len(self._models)):
+            with self._acting(k) as model:
+                found.append(self._score(model, padded, k, temperature))
+        return torch.cat([logp for logp, _ in found]), torch.cat([entropy for _, entropy in found])
+
+    @torch.no_grad()
+    def reference_logprobs(self, padded: Padded, temperature: float) -> Tensor:
+        found = []
+        for k in range(len(self._models)):
+            with self._acting(k) as model, self._wrapped.disable_adapter() if self._lora else nullcontext():
+                found.append(self._score(model if self._lora else self._reference, padded, k, temperature)[0])
+        return torch.cat(found)
+
+    def _score(self, model: Any, padded: Padded, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of one node's completion tokens, (1, S, C)."""
+        one = slice(k, k + 1)
+        where = (padded.source_KSC[one], padded.targets_KSC[one], padded.real_KSC[one])
+        if not where[2].any():
+            nothing = torch.zeros_like(where[2])
+            return nothing, nothing
+        ids_ST = padded.ids_KST[k]
+        if self._plain_head:
+            hidden_STD = model.base_model(input_ids=ids_ST, use_cache=False).last_hidden_state
+            head = model.get_output_embeddings()
+            return at_real_positions(
+                lambda hidden, targets: chunked_logprobs(head, hidden, targets, temperature, self.vocabulary),
+                hidden_STD[None],
+                *where,
+            )
+        # What the model does between its last hidden state and its scores is its own affair: take the scores.
+        scores_STV = model(input_ids=ids_ST, use_cache=False).logits
+        return at_real_positions(
+            lambda scores, targets: token_logprobs(scores, targets, temperature), scores_STV[None], *where
+        )
+
+    # Learning
+
+    def gradients(self, k: int) -> Weights:
+        return {
+            name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
+            for name, one in self._trained[k].items()
+        }
+
+    def drop_gradients(self) -> None:
+        for trained in self._trained:
+            for one in trained.values():
+                one.grad = None
+
+    def step(self, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:
+        norms, moved = torch.zeros(len(self._adams), dtype=torch.float64), torch.zeros_like(active_K)
+        for k in active_K.nonzero().flatten().tolist():
+            gradients = {
+                name: (torch.zeros_like(one) if one.grad is None else one.grad)[None]
+                for name, one in self._trained[k].items()
+            }
+            norm, went = self._adams[k].step(gradients, active_K[k : k + 1], learning_rate, max_norm)
+            norms[k], moved[k] = norm[0], went[0]
+        self.drop_gradients()
+        return norms, moved
+
+    # What is kept
+
+    def weights(self, k: int) -> Weights:
+        return {name: one.detach().cpu().clone() for name, one in self._trained[k].items()}
+
+    def state(self, k: int) -> dict[str, Any]:
+        adam = self._adams[k]
+
+        def copied(tensors: Weights) -> Weights:
+            return {name: tensor[0].cpu().clone() for name, tensor in tensors.items()}
+
+        return {
+            "weights": self.weights(k),
+            "first": copied(adam.first),
+            "second": copied(adam.second),
+            "steps": adam.steps_K[0].clone(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, k: int, state: Mapping[str, Any]) -> None:
+        adam = self._adams[k]
+        saving.check_sizes(state, self._trained[k])
+        for part, tensors in (("weights", adam.weights), ("first", adam.first), ("second", adam.second)):
+            for name, tensor in tensors.items():
+                tensor[0].copy_(state[part][name])
+        adam.steps_K[0] = state["steps"]
+
+    def estimate(self, sequences: int, tokens: int, micro_batch_tokens: int) -> memory.Estimate:
+        config = self._models[0].config.get_text_config()
+        trained = sum(one.numel() for node in self._trained for one in node.values())
+        distinct = {id(one): one.numel() for model in self._models for one in model.parameters()}
+        item = 2 if self._halved else 4
+        width = int(getattr(config, "hidden_size", 1024))
+        layers = int(getattr(config, "num_hidden_layers", 24))
+        kept = item * memory.KEPT_PER_WIDTH * width
+        per_token = item * width * layers + kept if self._checkpointed else kept * layers
+        scores = min(memory.CHUNK_BYTES, 16 * micro_batch_tokens * self.vocabulary)
+        fixed = 4 * trained + item * sum(distinct.values()) * self._halved + scores
+        free = memory.free_memory(self.device)
+        fit = memory.fitting(micro_batch_tokens, per_token, fixed, free)
+        return memory.Estimate(
+            held={"weights": 4 * sum(distinct.values()), "optimiser": 8 * trained},
+            sampling={"cache": 2 * item * sequences * tokens * layers * width},
+            training={"gradients": 4 * trained, "activations": per_token * fit, "scores": scores},
+            free=free,
+            micro_batch_tokens=fit,
+        )
+
+
+# For models whose configuration names no longest text.
+NO_LIMIT = 2**20
+
+
+def load_model(folder: Path) -> Any:
+    """A transformers model in float32 and without dropout. Code that comes with a model is never run."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
+                setattr(config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"{folder} cannot be loaded: {reason}") from None
+    return model.eval()
+
+
+def merged_weights(folder: Path, adapter: Weights) -> Weights:
+    """The base model's weights with one node's adapter worked in, under the base model's names."""
+    rank = next(weight.shape[0] for name, weight in adapter.items() if ".lora_A." in name)
+    wrapped = _with_adapters(load_model(folder), 1, rank)
+    mark = f".{_adapter(0)}."
+    with torch.no_grad():
+        for name, parameter in wrapped.get_base_model().named_parameters():
+            if mark in name:
+                parameter.copy_(adapter[name.replace(mark, ".")])
+    merged = wrapped.merge_and_unload()
+    return {name: parameter.detach().contiguous() for name, parameter in merged.named_parameters()}
+
+
+def _adapter(k: int) -> str:
+    return f"node{k}"
+
+
+def _with_adapters(model: Any, count: int, rank: int) -> Any:
+    """The model with an adapter for each node on all its linear layers; all start alike, and from nothing."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ModelError("LORA_RANK needs the package peft: pip install peft.") from None
+
+    with torch.random.fork_rng(devices=[]):
+        for k in range(count):
+            torch.manual_seed(0)
+            config = LoraConfig(
+                r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+            if k == 0:
+                wrapped = get_peft_model(model, config, adapter_name=_adapter(0))
+            else:
+                wrapped.add_adapter(_adapter(k), config)
+    return wrapped
+
+
+@torch.no_grad()
+def _has_plain_head(model: Any, device: torch.device) -> bool:
+    """Whether scores are the output layer's answer to the last hidden state, and nothing more (caps, scales)."""
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    ids = torch.arange(min(8, head.weight.shape[0]), device=device)[None]
+    hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    return hidden is not None and torch.allclose(head(hidden), model(input_ids=ids).logits, atol=1e-4)
+
+
+def _answer(model: Any, prompt: Sequence[int], recorder: Recorder, longest: int) -> Sampled:
+    """Completions of one prompt, one for each of the recorder's sequences."""
+    takes = inspect.signature(model.forward).parameters
+    shorter = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    device = model.get_input_embeddings().weight.device
+    ids_ST = torch.tensor(prompt, device=device).expand(recorder.sequences, -1)
+    out = model(input_ids=ids_ST, use_cache=True, **shorter)
+    for c in range(longest):
+        chosen_1S = recorder.choose(c, out.logits[None, :, -1].float())
+        if chosen_1S is None:
+            break
+        cache = getattr(out, "past_key_values", None)
+        if cache is None:  # no cache that could be handed on: the whole text again
+            ids_ST = torch.cat((ids_ST, chosen_1S[0][:, None]), 1)
+            out = model(input_ids=ids_ST, use_cache=False, **shorter)
+        else:
+            out = model(input_ids=chosen_1S[0][:, None], past_key_values=cache, use_cache=True, **shorter)
+    return recorder.sampled
