@@ -41,6 +41,8 @@ class Batch:
     sequences: list[TrainingSequence] = field(default_factory=list)
     tokens: int = 0
     completions: int = 0
+    # The node's own model gave log-probs that are no numbers: nothing can be learned with it any more.
+    broken: bool = False
 
     def sort(self) -> None:
         """Neighbours of like length waste the least padding; the sort is stable, so runs repeat exactly."""

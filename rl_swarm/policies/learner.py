@@ -8,6 +8,7 @@ Shape letters: K nodes, S sequences, C completion positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -217,6 +218,9 @@ class Learner:
         for minibatch in minibatches:
             for k, batch in enumerate(minibatch):
                 figures[k].trained_tokens += batch.tokens
+                if batch.broken:
+                    batch.sequences.clear()
+                    figures[k].dropped += 1
             if not any(batch.sequences for batch in minibatch):
                 continue
             self._in_micro_batches(minibatch, partial(self._pass, minibatch), figures)
@@ -260,6 +264,8 @@ class Learner:
             if number in scored.left_out:
                 continue
             completion = rollout.token_ids or self._encode_completion(rollout)
+            if not foreign and not all(map(math.isfinite, rollout.logprobs or ())):
+                batch.broken = True
             batch.tokens += len(completion)
             batch.completions += 1
             if advantage < 0:
