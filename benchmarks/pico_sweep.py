@@ -216,7 +216,7 @@ def figure(runs: list[dict[str, Any]], path: Path) -> None:
     pyplot.ylabel("held-out reward, mean of 8 nodes")
     pyplot.ylim(bottom=0)
     pyplot.grid(alpha=0.3)
-    pyplot.legend(fontsize=7)
+    pyplot.legend(fontsize=7, loc="lower right")
     pyplot.tight_layout()
     pyplot.savefig(path, dpi=120)
 

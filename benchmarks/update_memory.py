@@ -24,7 +24,7 @@ from rl_swarm import __version__
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies.decoder import read_shape, weight_shapes
 from rl_swarm.policies.learner import Learner, Learning
-from rl_swarm.policies.memory import GIB
+from rl_swarm.policies.memory import GIB, Work, estimate
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.types import Question, QuestionName, Rollout, RolloutGroup, ScoredGroup, Step
@@ -74,8 +74,9 @@ def groups(sequences: int, tokens: int, size: int) -> list[ScoredGroup]:
 def measure(models: StackedModels, args: argparse.Namespace, learning: Learning) -> dict[str, Any]:
     learner = Learner(["a"], models, Tokens(PICO_FOLDER), learning)
     batch = groups(args.sequences, args.tokens, args.vocabulary)
-    estimate = models.estimate(args.sequences, args.tokens, learning.micro_batch_tokens)
-    weights, optimiser = estimate.held["weights"], estimate.held["optimiser"]
+    work = Work(args.sequences, args.sequences, args.tokens)
+    expected = estimate(models.counts(), work, None, learning.micro_batch_tokens)
+    weights, optimiser = expected.held["weights"], expected.held["optimiser"]
     learner.update({"a": batch})
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -89,7 +90,7 @@ def measure(models: StackedModels, args: argparse.Namespace, learning: Learning)
         "optimiser_gib": round(optimiser / GIB, 2),
         "peak_gib": round(peak / GIB, 2),
         "beyond_weights_and_optimiser_gib": round((peak - weights - optimiser) / GIB, 2),
-        "estimated_peak_gib": round((sum(estimate.held.values()) + sum(estimate.training.values())) / GIB, 2),
+        "estimated_peak_gib": round((sum(expected.held.values()) + sum(expected.training.values())) / GIB, 2),
         "seconds": round(time.perf_counter() - began, 2),
         "trained_tokens": row["trained_tokens"],
         "memory_backoffs": row["memory_backoffs"],

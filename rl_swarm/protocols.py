@@ -65,8 +65,8 @@ class Policy(Protocol):
         """
         ...
 
-    def about(self, questions: int, group_size: int) -> str:
-        """A sentence before the first round: what the models will take of this machine."""
+    def about(self, own: int, peers: int, group_size: int) -> str:
+        """A sentence before the first round of so many groups: what the models will take of this machine."""
         ...
 
 

@@ -79,7 +79,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         assert settings.tasks is not None, "filled in by settings.load"
         task = open_tasks(settings.tasks, settings.task_difficulty)
         host = Host(experiment, nodes, task, open_policy(settings, nodes), settings)
-        say(host.policy.about(settings.most_groups, settings.num_generations))
+        say(host.policy.about(settings.num_train_samples, settings.num_transplant_trees, settings.num_generations))
         _tell_differences(found, settings, say)
         done = restore(host, say, lambda: stop.requested)
         for lease in leases:

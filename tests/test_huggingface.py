@@ -135,8 +135,8 @@ def test_gradient_checkpointing_and_padding_change_no_gradient(other: Path) -> N
 def test_a_model_beyond_the_decoder_is_opened_through_transformers(other: Path) -> None:
     chosen = load({"model_name": str(other), "tasks": "arithmetic", "max_new_tokens": 4, "device": "cpu"})
     policy = open_policy(chosen, ["a"])
-    assert "in transformers" in policy.about(2, 4) and "the model" in policy.about(2, 4)
-    assert "as one program" in open_policy(load({"model_name": "pico", "device": "cpu"}), ["a"]).about(2, 4)
+    assert "in transformers" in policy.about(2, 2, 4) and "the model" in policy.about(2, 2, 4)
+    assert "as one program" in open_policy(load({"model_name": "pico", "device": "cpu"}), ["a"]).about(2, 2, 4)
 
 
 def test_half_precision_compute_stays_near() -> None:

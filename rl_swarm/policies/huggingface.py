@@ -216,28 +216,28 @@ class HuggingfaceModels:
                 tensor[0].copy_(state[part][name])
         adam.steps_K[0] = state["steps"]
 
-    def estimate(self, sequences: int, tokens: int, micro_batch_tokens: int) -> memory.Estimate:
+    def counts(self) -> memory.Counts:
         config = self._models[0].config.get_text_config()
-        trained = sum(one.numel() for node in self._trained for one in node.values())
-        distinct = {id(one): one.numel() for model in self._models for one in model.parameters()}
-        item = 2 if self._halved else 4
         width = int(getattr(config, "hidden_size", 1024))
         layers = int(getattr(config, "num_hidden_layers", 24))
-        kept = item * memory.KEPT_PER_WIDTH * width
-        per_token = item * width * layers + kept if self._checkpointed else kept * layers
-        scores = min(memory.CHUNK_BYTES, 16 * micro_batch_tokens * self.vocabulary)
-        fixed = 4 * trained + item * sum(distinct.values()) * self._halved + scores
-        free = memory.free_memory(self.device)
-        fit = memory.fitting(micro_batch_tokens, per_token, fixed, free)
-        return memory.Estimate(
-            held={"weights": 4 * sum(distinct.values()), "optimiser": 8 * trained},
-            sampling={"cache": 2 * item * sequences * tokens * layers * width},
-            training={"gradients": 4 * trained, "activations": per_token * fit, "scores": scores},
-            free=free,
-            micro_batch_tokens=fit,
+        distinct = {id(one): one.numel() for model in self._models for one in model.parameters()}
+        return memory.Counts(
+            nodes=len(self._models),
+            item=2 if self._halved else 4,
+            weights=sum(distinct.values()),
+            trained=sum(one.numel() for node in self._trained for one in node.values()),
+            copied=sum(distinct.values()) // 2 if self._halved else 0,
+            cached=2 * layers * width,
+            kept=KEPT_BY_WIDTH * width,
+            width=width,
+            layers=layers,
+            vocabulary=self.vocabulary,
+            checkpointed=self._checkpointed,
         )
 
 
+# Numbers an unknown model's layer keeps per token for the way back, as a multiple of its width: a generous guess.
+KEPT_BY_WIDTH = 40
 # For models whose configuration names no longest text.
 NO_LIMIT = 2**20
 

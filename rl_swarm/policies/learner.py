@@ -21,7 +21,7 @@ from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
 from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, micro_batches, pad
-from rl_swarm.policies.memory import Estimate, is_out_of_memory
+from rl_swarm.policies.memory import Counts, Work, estimate, free_memory, is_out_of_memory
 from rl_swarm.policies.sampling import Sampled, draws
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
@@ -109,8 +109,8 @@ class Models(Protocol):
         """The reverse. Raises CheckpointError, and changes nothing, if the state is of another model."""
         ...
 
-    def estimate(self, sequences: int, tokens: int, micro_batch_tokens: int) -> Estimate:
-        """How much memory it will take to sample so many sequences of so many tokens a node, and to train."""
+    def counts(self) -> Counts:
+        """The models in numbers, for an estimate of the memory they will take."""
         ...
 
 
@@ -409,13 +409,14 @@ class Learner:
         """A copy of one node's weights under the names they are saved by."""
         return self._models.weights(self._nodes.index(node))
 
-    def about(self, questions: int, group_size: int) -> str:
+    def about(self, own: int, peers: int, group_size: int) -> str:
         """What the models will take of this machine's memory; also lowers the micro-batch to what fits."""
-        estimate = self._models.estimate(
-            questions * group_size, LIKELY_PROMPT + self._learning.max_new_tokens, self._micro_batch_tokens
-        )
-        self._micro_batch_tokens = estimate.micro_batch_tokens
-        return f"{self._models.name}, {self._learning.dtype} on {self._models.device.type}; {estimate.sentence()}"
+        length = LIKELY_PROMPT + self._learning.max_new_tokens
+        work = Work(own * group_size, (own + peers) * group_size, min(length, self._models.context))
+        free = free_memory(self._models.device)
+        expected = estimate(self._models.counts(), work, free, self._micro_batch_tokens)
+        self._micro_batch_tokens = expected.micro_batch_tokens
+        return f"{self._models.name}, {self._learning.dtype} on {self._models.device.type}; {expected.sentence()}"
 
 
 # The length of a usual prompt, for the estimate before any is known.

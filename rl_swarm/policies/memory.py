@@ -17,8 +17,31 @@ CHUNK_BYTES = 4 * 4 * CHUNK_NUMBERS
 # What allocators say that have no error of their own for it.
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
 
-# Numbers a layer keeps for the way back, per token, as a multiple of its width, where nothing better is known.
-KEPT_PER_WIDTH = 34
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one node does in a round, at most: completions it samples, completions it trains on, tokens of each."""
+
+    sampled: int
+    trained: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The models in numbers, of all nodes together where nothing else is said."""
+
+    nodes: int
+    item: int  # bytes of a number in the compute type
+    weights: int
+    trained: int
+    copied: int  # weights copied to the compute type
+    cached: int  # by one token while sampling
+    kept: int  # by one token in one layer, for the way back
+    width: int
+    layers: int
+    vocabulary: int
+    checkpointed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +70,23 @@ class Estimate:
         if self.free is not None and self.to_come > self.free:
             text += f". Only {size(self.free)} are free: it may run out"
         return text
+
+
+def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: int) -> Estimate:
+    """What a round of this work takes, and the largest micro-batch, at most the one given, that fits what is free."""
+    item, layers = counts.item, counts.layers
+    per_token = item * (counts.width * layers + counts.kept if counts.checkpointed else counts.kept * layers)
+    wanted = min(micro_batch_tokens, counts.nodes * work.trained * work.tokens)
+    scores = min(CHUNK_BYTES, 16 * wanted * counts.vocabulary)
+    gradients = 4 * counts.trained + 2 * item * counts.copied
+    fit = fitting(wanted, per_token, gradients + scores, free)
+    return Estimate(
+        held={"weights": 4 * counts.weights, "optimiser": 8 * counts.trained},
+        sampling={"cache": item * (counts.nodes * work.sampled * work.tokens * counts.cached + counts.copied)},
+        training={"gradients": gradients, "activations": per_token * fit, "scores": scores},
+        free=free,
+        micro_batch_tokens=fit if fit < wanted else micro_batch_tokens,
+    )
 
 
 def size(count: float) -> str:

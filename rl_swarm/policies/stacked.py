@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_swarm.policies import memory, sampling, saving
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
-from rl_swarm.policies.decoder import Weights, forward, logits, read_shape, read_weights, stack
+from rl_swarm.policies.decoder import Shape, Weights, forward, logits, read_shape, read_weights, stack
 from rl_swarm.policies.learner import Learner, Learning
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs
 from rl_swarm.policies.tokens import Tokens
@@ -114,9 +114,9 @@ class StackedModels:
     def state(self, k: int) -> dict[str, Any]:
         adam = self._adam
         return {
-            "weights": _slice(adam.weights, k),
-            "first": _slice(adam.first, k),
-            "second": _slice(adam.second, k),
+            "weights": _slice(adam.weights, k, copied=False),
+            "first": _slice(adam.first, k, copied=False),
+            "second": _slice(adam.second, k, copied=False),
             "steps": adam.steps_K[k].clone(),
         }
 
@@ -128,30 +128,40 @@ class StackedModels:
                 tensor[k].copy_(state[part][name])
         adam.steps_K[k] = state["steps"]
 
-    def estimate(self, sequences: int, tokens: int, micro_batch_tokens: int) -> memory.Estimate:
+    def counts(self) -> memory.Counts:
         shape, K = self._shape, len(self._adam.steps_K)
         numbers = sum(weight.numel() for weight in self._weights.values())
-        item = 2 if self._halved else 4
-        copies = 2 * item * numbers if self._halved else 0
-        kept = item * (KEPT_BY_WIDTH * shape.width + KEPT_BY_FFN * shape.ffn)
-        per_token = item * shape.width * shape.layers + kept if self._checkpointed else kept * shape.layers
-        scores = min(memory.CHUNK_BYTES, 16 * micro_batch_tokens * self.vocabulary)
-        fixed = 4 * numbers + copies + scores
-        free = memory.free_memory(self.device)
-        fit = memory.fitting(micro_batch_tokens, per_token, fixed, free)
-        cache = 2 * item * K * sequences * tokens * shape.layers * shape.kv_heads * shape.head_width
-        return memory.Estimate(
-            held={"weights": 4 * numbers, "optimiser": 8 * numbers},
-            sampling={"cache": cache + copies // 2},
-            training={"gradients": 4 * numbers + copies, "activations": per_token * fit, "scores": scores},
-            free=free,
-            micro_batch_tokens=fit,
+        return memory.Counts(
+            nodes=K,
+            item=2 if self._halved else 4,
+            weights=numbers,
+            trained=numbers,
+            copied=numbers if self._halved else 0,
+            cached=2 * shape.layers * shape.kv_heads * shape.head_width,
+            kept=kept_by_layer(shape, self._halved),
+            width=shape.width,
+            layers=shape.layers,
+            vocabulary=self.vocabulary,
+            checkpointed=self._checkpointed,
         )
 
 
-# Numbers a layer keeps for the way back, per token, as multiples of its width and of its feed-forward width: measured.
-KEPT_BY_WIDTH, KEPT_BY_FFN = 20, 4
+def kept_by_layer(shape: Shape, halved: bool) -> int:
+    """Numbers a layer keeps for the way back, per token, as counted in this decoder; a test counts them again.
+
+    Norms are computed in float32, which in half precision is twice the room.
+    """
+    by_width = 18 if halved else 11
+    if shape.family == "qwen3":  # norms of queries and keys too
+        by_width += 10 if halved else 4
+    return by_width * shape.width + (2 if shape.family == "gpt2" else 4) * shape.ffn
 
 
-def _slice(tensors: Weights, k: int) -> Weights:
-    return {name: tensor[k].detach().cpu().clone() for name, tensor in tensors.items()}
+def _slice(tensors: Weights, k: int, *, copied: bool = True) -> Weights:
+    """Node k's tensors on the CPU: as copies, or, to be written out at once, without where that is possible."""
+    parts = {name: tensor[k].detach().cpu() for name, tensor in tensors.items()}
+    return {
+        # What is saved of a tensor is all the memory behind it: a slice of several nodes must be copied out of it.
+        name: part.clone() if copied or part.untyped_storage().nbytes() > part.nbytes else part
+        for name, part in parts.items()
+    }

@@ -76,7 +76,7 @@ class ToyPolicy:
     def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
         return True
 
-    def about(self, questions: int, group_size: int) -> str:
+    def about(self, own: int, peers: int, group_size: int) -> str:
         return "the toy policy takes next to no memory"
 
     def load(self, node: str, saved: bytes, expected: CheckpointNote) -> CheckpointNote:
