@@ -40,7 +40,7 @@ from rl_swarm.policies.tokens import Tokens
 from rl_swarm.simulate import simulate
 from rl_swarm.stores.memory import MemoryStore
 from rl_swarm.tasks import open_tasks
-from rl_swarm.types import Rollout, ScoredGroup, Step
+from rl_swarm.types import Question, Rollout, ScoredGroup, Step
 
 NODES = [f"n{number}" for number in range(8)]
 FIXED = {"model_name": "pico", "eval_every": 20, "eval_questions": 512, "dtype": "float32"}
@@ -87,10 +87,10 @@ class StackedRuns(Learner):
         else:
             self._answer = self.update(joined[0])
 
-    def _add(self, batch: Batch, node: str, scored: ScoredGroup) -> None:
+    def _add(self, batch: Batch, node: str, group: int, scored: ScoredGroup) -> None:
         number, _, name = node.partition("/")
         whole, self._learning = self._learning, self._of_run[int(number)]
-        super()._add(batch, name, scored)
+        super()._add(batch, name, group, scored)
         self._learning = whole
 
 
@@ -112,9 +112,14 @@ class Seat:
         return {node: answer[f"{self._number}/{node}"] for node in NODES}
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+        self,
+        questions: Mapping[str, Sequence[Question]],
+        group_size: int,
+        seeds: Mapping[str, int],
+        *,
+        greedy: bool = False,
     ) -> dict[str, list[tuple[Rollout, ...]]]:
-        placed = (self._placed(prompts), group_size, self._placed(seeds), greedy)
+        placed = (self._placed(questions), group_size, self._placed(seeds), greedy)
         return self._own(self._policy.meet("generate", *placed))
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:

@@ -220,7 +220,7 @@ def choose_questions(tokens: Tokens, unequal: bool) -> list[Question]:
 
 def scored_groups(learner: Learner, questions: Sequence[Question], scale: float) -> list[ScoredGroup]:
     rng = random.Random(1)
-    answers = learner.generate({NODE: [question.prompt for question in questions]}, GROUP_SIZE, {NODE: 0})[NODE]
+    answers = learner.generate({NODE: list(questions)}, GROUP_SIZE, {NODE: 0})[NODE]
     groups: list[ScoredGroup] = []
     for number, (question, rollouts) in enumerate(zip(questions, answers, strict=True)):
         rewards = [scale * rng.random() for _ in rollouts] if number + 1 < QUESTIONS else [scale] * GROUP_SIZE

@@ -65,7 +65,7 @@ def _run_arm(store: Store, settings: Settings, nodes: int, arm: Arm, changed: Ca
     experiment = _fresh(store, arm.experiment, settings)
     names = [f"node_{number}" for number in range(nodes)]
     assert settings.tasks is not None, "filled in by settings.load"
-    task = open_tasks(settings.tasks, settings.task_difficulty)
+    task = open_tasks(settings.tasks, settings.task_difficulty, settings.prompt_examples)
     host = Host(experiment, names, task, open_policy(settings, names), settings)
     arm.external_used = dict.fromkeys(names, 0)
     arm.held_out[-1] = _mean_held_out(host)

@@ -1,6 +1,7 @@
 """Reading what peers published: fetch, check, rebuild the question, score; whatever fails is counted, never fatal.
 
-A peer is believed in nothing but the text of its completions. Its file must be what its place in the store says; each
+A peer is believed in nothing but the text of its completions (and in what only concerns that text: whether it was cut
+off, how likely it was). Its file must be what its place in the store says; each
 question is rebuilt here from its name, and a prompt that differs from the rebuilt one drops the group.
 """
 
@@ -112,7 +113,7 @@ class PeerReader:
         question = self._task.rebuild(received.name)
         if received.prompt != question.prompt:
             raise MalformedRecord("altered_prompt", file.key)
-        if not self._policy.fits(question.prompt, received.rollouts):
+        if not self._policy.fits(question, received.rollouts):
             raise MalformedRecord("unfit_text", file.key)
         group = RolloutGroup(file.node, file.step, received.id, question, received.rollouts)
         return score(self._task, group, self._truncated)

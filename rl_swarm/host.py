@@ -127,9 +127,8 @@ class Host:
             yield None, self._answer(step, questions, 0)
 
     def _answer(self, step: Step, questions: Mapping[str, list[Question]], first: int) -> dict[str, list[ScoredGroup]]:
-        prompts = {node: [question.prompt for question in asked] for node, asked in questions.items()}
         seeds = {node: self._seed(node, f"generate {first}", step) for node in self.nodes}
-        answers = self.policy.generate(prompts, self.settings.num_generations, seeds)
+        answers = self.policy.generate(questions, self.settings.num_generations, seeds)
         return {
             node: [
                 score(
@@ -271,11 +270,11 @@ class Host:
         settings = self.settings
         start = Step(0)
         questions = self.task.sample(settings.eval_questions, self._rng(EVERYONE, "evaluate", start), held_out=True)
-        prompts = {node: [question.prompt for question in questions] for node in self.nodes}
+        asked = dict.fromkeys(self.nodes, questions)
         seeds = {node: self._seed(node, "evaluate", start) for node in self.nodes}
 
         def rewards(greedy: bool) -> dict[str, list[float]]:
-            answers = self.policy.generate(prompts, 1, seeds, greedy=greedy)
+            answers = self.policy.generate(asked, 1, seeds, greedy=greedy)
             return {
                 node: [
                     score(

@@ -35,9 +35,14 @@ class Policy(Protocol):
     """The models of all nodes of one host. With one node an ordinary trainer, with many one batched program."""
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+        self,
+        questions: Mapping[str, Sequence[Question]],
+        group_size: int,
+        seeds: Mapping[str, int],
+        *,
+        greedy: bool = False,
     ) -> dict[str, list[tuple[Rollout, ...]]]:
-        """For each node and prompt `group_size` completions, drawn from that node's seed alone.
+        """For each node and question `group_size` completions, drawn from that node's seed alone.
 
         With `greedy` the likeliest token each time, and no draws.
         """
@@ -58,7 +63,7 @@ class Policy(Protocol):
         """
         ...
 
-    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+    def fits(self, question: Question, rollouts: Sequence[Rollout]) -> bool:
         """Whether a peer's completions can be trained on: no longer than the node's own may be, and not nothing.
 
         A rule that weighs them by their writer's log-probs needs these too.

@@ -66,19 +66,22 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         return
     settings, why = _settle_model(found, nodes, settings)
     _check_models(found, nodes, settings)
+    if why:
+        watcher.say(why)
+    # What cannot be loaded does not become a member.
+    watcher.say(f"loading {settings.model_name}")
+    assert settings.tasks is not None, "filled in by settings.load"
+    task = open_tasks(settings.tasks, settings.task_difficulty, settings.prompt_examples)
+    policy = open_policy(settings, nodes)
     with ExitStack() as stack:
         leases = claim_names(stack, found, nodes, "worker", settings, stop)
         heart = stack.enter_context(Heart(leases, settings.lease_seconds, stop))
         experiment = Experiment(PatientStore(plain, _waiter(stop, watcher)), found.birth)
         say = _logged(watcher, experiment, nodes)
-        if why:
-            say(why)
-        say(f"{', '.join(nodes)} joined {experiment.name} (rl-swarm {__version__}); loading {settings.model_name}")
+        say(f"{', '.join(nodes)} joined {experiment.name} (rl-swarm {__version__}) with {settings.model_name}")
         for node in nodes:
             experiment.append_start(node, public(settings), time.time())
-        assert settings.tasks is not None, "filled in by settings.load"
-        task = open_tasks(settings.tasks, settings.task_difficulty)
-        host = Host(experiment, nodes, task, open_policy(settings, nodes), settings)
+        host = Host(experiment, nodes, task, policy, settings)
         say(host.policy.about(settings.num_train_samples, settings.num_transplant_trees, settings.num_generations))
         _tell_differences(found, settings, say)
         done = restore(host, say, lambda: stop.requested)

@@ -169,6 +169,12 @@ class Settings(BaseSettings):
         "learning",
         "Of reasoning-gym's questions: the library's own settings, or easy ones for small models.",
     )
+    prompt_examples: Annotated[int, Field(ge=0, le=16)] = _setting(
+        0,
+        "learning",
+        "Solved questions shown before each question, as earlier turns of the conversation: with three or so, small "
+        "models use the answer tags.",
+    )
     learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = _setting(
         None, "learning", "Adam's step size.", "pico 5e-5, toy 0.5, others 1e-6"
     )

@@ -41,11 +41,21 @@ class QuestionName(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
+class Example(NamedTuple):
+    """A question with the answer one would like to see, to be shown before another question of its kind."""
+
+    prompt: str
+    answer: str
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
+    """Examples are how this node puts the question to its own model: they never travel, and peers may use others."""
+
     name: QuestionName
     prompt: str
     answer: str
+    examples: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

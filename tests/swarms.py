@@ -14,6 +14,7 @@ from rl_swarm.records import Peer, Process
 from rl_swarm.settings import Settings
 from rl_swarm.simulate import simulate
 from rl_swarm.tasks import open_tasks
+from rl_swarm.types import Question, QuestionName
 
 NODES = ("ada", "bob", "cleo")
 # A process of a machine that nobody here can look into: only its beat tells whether it lives.
@@ -29,6 +30,11 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+def ask(*prompts: str) -> list[Question]:
+    """Questions of which only the prompt matters."""
+    return [Question(QuestionName("none", "", 0, number), prompt, "") for number, prompt in enumerate(prompts)]
 
 
 def toy_settings(**given: Any) -> Settings:

@@ -156,9 +156,14 @@ class Writing(ToyPolicy):
         self.learned: list[ScoredGroup] = []
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+        self,
+        questions: Mapping[str, Sequence[Question]],
+        group_size: int,
+        seeds: Mapping[str, int],
+        *,
+        greedy: bool = False,
     ) -> dict[str, list[tuple[Rollout, ...]]]:
-        return {node: [self._answers] * len(asked) for node, asked in prompts.items()}
+        return {node: [self._answers] * len(asked) for node, asked in questions.items()}
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         self.learned = [scored for groups in batches.values() for scored in groups]

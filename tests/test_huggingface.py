@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from swarms import ask
 
 from rl_swarm.errors import CheckpointError, ModelError
 from rl_swarm.models import PICO_FOLDER
@@ -50,8 +51,7 @@ def learning(**changes: object) -> Learning:
 def groups(policy: Learner, nodes: list[str], seed: int = 0) -> dict[str, list[ScoredGroup]]:
     rng = random.Random(seed)
     questions = {node: Arithmetic().sample(2, rng) for node in nodes}
-    prompts = {node: [question.prompt for question in asked] for node, asked in questions.items()}
-    answers = policy.generate(prompts, 4, {node: seed + number for number, node in enumerate(nodes)})
+    answers = policy.generate(questions, 4, {node: seed + number for number, node in enumerate(nodes)})
     return {
         node: [
             ScoredGroup(RolloutGroup(node, Step(0), str(q), question, rollouts), tuple(rng.random() for _ in rollouts))
@@ -171,8 +171,8 @@ def test_adapters_start_as_the_base_model_learn_apart_and_leave_it_alone() -> No
     assert all(torch.equal(weight, before["b"][name]) for name, weight in policy.node_weights("b").items())
     after = dict(models._models[0].named_parameters())
     assert all(torch.equal(after[name], weight) for name, weight in base.items())
-    prompts = {node: ["1+2=", "17*4="] for node in ("a", "b")}
-    assert policy.generate(prompts, 8, {"a": 1, "b": 1})["a"] != policy.generate(prompts, 8, {"a": 1, "b": 1})["b"]
+    answers = policy.generate({node: ask("1+2=", "17*4=") for node in ("a", "b")}, 8, {"a": 1, "b": 1})
+    assert answers["a"] != answers["b"]
 
 
 def test_adapters_are_held_near_the_base_model_by_a_kl_term() -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from swarms import ask
 from torch import Tensor
 
 from rl_swarm.errors import CheckpointError, ModelError
@@ -52,8 +53,7 @@ def sampled_groups(
         ]
         for node in nodes
     }
-    prompts = {node: [question.prompt for question in asked] for node, asked in questions.items()}
-    answers = policy.generate(prompts, group_size, {node: seed + number for number, node in enumerate(nodes)})
+    answers = policy.generate(questions, group_size, {node: seed + number for number, node in enumerate(nodes)})
     assert all(len({one.text for one in rollouts}) > 1 for node in nodes for rollouts in answers[node])
     return {
         node: [
@@ -139,7 +139,7 @@ def test_the_end_of_text_is_trained() -> None:
     scored = ScoredGroup(RolloutGroup("a", Step(0), "0", question, rollouts), (1.0, 0.0))
 
     def empty_answers() -> int:
-        answers = policy.generate({"a": [question.prompt]}, 200, {"a": 1})["a"][0]
+        answers = policy.generate({"a": [question]}, 200, {"a": 1})["a"][0]
         return sum(rollout.text == "" for rollout in answers)
 
     before = empty_answers()
@@ -283,7 +283,7 @@ def test_a_checkpoint_holds_nothing_that_runs_when_it_is_read(tmp_path: Path) ->
 
 def test_a_prompt_beyond_the_context_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ModelError, match="MAX_NEW_TOKENS"):
-        make_policy(["a"]).generate({"a": ["1" * 125]}, 2, {"a": 0})
+        make_policy(["a"]).generate({"a": ask("1" * 125)}, 2, {"a": 0})
 
 
 def test_text_too_long_or_no_text_at_all_does_not_fit() -> None:
@@ -297,7 +297,7 @@ def test_text_too_long_or_no_text_at_all_does_not_fit() -> None:
         ("", False, True),
         ("", True, False),  # no token: nothing that could be trained
     ]:
-        assert policy.fits("1+1=", [Rollout("7"), Rollout(text, truncated=truncated)]) == fits, text[:20]
+        assert policy.fits(ask("1+1=")[0], [Rollout("7"), Rollout(text, truncated=truncated)]) == fits, text[:20]
 
 
 def test_nothing_is_claimed_of_a_round_in_which_nothing_was_learned() -> None:
@@ -448,7 +448,7 @@ def test_sampling_that_runs_out_of_memory_draws_the_same_tokens_in_parts(
     most: int, error: Callable[[], RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = ["a", "b"]
-    asked = {"a": ["1+2=", "rev(abc)=", "bits(700)=", "5-3=", "17*83="], "b": ["gcd(8,12)=", "2/4="]}
+    asked = {"a": ask("1+2=", "rev(abc)=", "bits(700)=", "5-3=", "17*83="), "b": ask("gcd(8,12)=", "2/4=")}
     expected = make_policy(nodes).generate(asked, 3, {"a": 1, "b": 2})
     policy = make_policy(nodes)
     trouble = Trouble(monkeypatch, policy, "sample", lambda prompts, _: len(prompts[0]) > most, error)
@@ -466,14 +466,14 @@ def test_memory_for_not_even_one_question_is_an_error_with_a_remedy(monkeypatch:
     policy = make_policy(["a"])
     Trouble(monkeypatch, policy, "sample", lambda _prompts, _call: True)
     with pytest.raises(ModelError, match="lower MAX_NEW_TOKENS, NUM_GENERATIONS"):
-        policy.generate({"a": ["1+2=", "3+4="]}, 2, {"a": 0})
+        policy.generate({"a": ask("1+2=", "3+4=")}, 2, {"a": 0})
 
 
 def test_any_other_error_in_sampling_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(["a"])
     trouble = Trouble(monkeypatch, policy, "sample", lambda *_: True, lambda: RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        policy.generate({"a": ["1+2=", "3+4="]}, 2, {"a": 0})
+        policy.generate({"a": ask("1+2=", "3+4=")}, 2, {"a": 0})
     assert trouble.calls == 1
 
 
@@ -554,7 +554,7 @@ def tokens_of(answers: dict[str, list[tuple[Rollout, ...]]]) -> dict[str, list[l
 
 
 def test_a_node_draws_the_same_tokens_however_many_questions_its_neighbours_have() -> None:
-    asked = {"a": ["1+2=", "what?", "17*83="], "b": [], "c": ["rev(abcde)="], "d": ["1+2=", "5-3="]}
+    asked = {"a": ask("1+2=", "what?", "17*83="), "b": ask(), "c": ask("rev(abcde)="), "d": ask("1+2=", "5-3=")}
     seeds = {"a": 1, "b": 2, "c": 3, "d": 4}
     together = make_policy(list(asked), temperature=2.0).generate(asked, 4, seeds)
     assert {node: len(groups) for node, groups in together.items()} == {"a": 3, "b": 0, "c": 1, "d": 2}
@@ -574,7 +574,7 @@ def test_greedy_generation_takes_the_likeliest_token_each_time() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(PICO_FOLDER)
     policy = make_policy(["a"])
     prompts = ["1+2=", "what?", "rev(abcde)=", "17*83="]
-    answers = policy.generate({"a": prompts}, 2, {"a": 0}, greedy=True)["a"]
+    answers = policy.generate({"a": ask(*prompts)}, 2, {"a": 0}, greedy=True)["a"]
     for prompt, group in zip(prompts, answers, strict=True):
         ids: list[int] = []
         while len(ids) < LEARNING.max_new_tokens and policy._tokens.end not in ids:
@@ -583,7 +583,7 @@ def test_greedy_generation_takes_the_likeliest_token_each_time() -> None:
             ids.append(int(scores.argmax()))
         assert [list(one.token_ids or ()) for one in group] == [ids, ids]
         assert [one.truncated for one in group] == [policy._tokens.end not in ids] * 2
-    assert tokens_of({"a": answers}) == tokens_of(policy.generate({"a": prompts}, 2, {"a": 7}, greedy=True))
+    assert tokens_of({"a": answers}) == tokens_of(policy.generate({"a": ask(*prompts)}, 2, {"a": 7}, greedy=True))
 
 
 # What a row says of a round

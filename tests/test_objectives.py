@@ -118,26 +118,35 @@ def naive_advantages(scored: ScoredGroup, rule: str) -> dict[int, float]:
     return found
 
 
-def naive_weight(
-    advantage: float, rollout: Rollout, foreign: bool, logp: Sequence[Tensor], learning: Learning
-) -> float:
-    """What a completion's advantage is multiplied by: settings for bad ones, and what is thought of a peer's text."""
-    if not foreign or learning.off_policy == "none":
-        weight = learning.negative_weight if advantage < 0 else 1.0
-    elif learning.off_policy == "damp":
-        weight = learning.peer_negative_weight if advantage < 0 else 1.0
-    elif learning.off_policy == "positive":
-        weight = 0.0 if advantage < 0 else 1.0
-    else:
-        assert rollout.said_logprob is not None
-        likelier = math.exp(min(50.0, sum(value.item() for value in logp) - rollout.said_logprob))
+def naive_weighed(
+    scored: ScoredGroup, advantages: dict[int, float], before: dict[int, list[float]], foreign: bool, learning: Learning
+) -> dict[int, float]:
+    """Advantages after settings for bad completions, and what is thought of a peer's text; `before` has log-probs."""
+    if foreign and learning.off_policy in ("topr", "truncated"):
+        likelier = {}
+        for number in advantages:
+            said = scored.group.rollouts[number].said_logprob
+            assert said is not None
+            likelier[number] = math.exp(min(50.0, sum(before[number]) - said))
         if learning.off_policy == "topr":
-            weight = min(1.0, likelier) if advantage < 0 else 1.0
+            found = {n: a * min(1.0, likelier[n]) if a < 0 else a for n, a in advantages.items()}
         else:
-            weight = min(2.0, likelier)
-    if foreign and sum(value.item() for value in logp) < len(logp) * math.log(1 / 52):
-        weight = 0.0  # less likely than 52 tokens drawn blindly
-    return weight
+            weights = {n: min(2.0, likelier[n]) for n in advantages}
+            mean = sum(weights[n] * a for n, a in advantages.items()) / max(1e-30, sum(weights.values()))
+            found = (
+                {n: weights[n] * (a - mean) for n, a in advantages.items()} if any(advantages.values()) else advantages
+            )
+    else:
+        own = learning.negative_weight
+        bad = (
+            {"none": own, "damp": learning.peer_negative_weight, "positive": 0.0}[learning.off_policy]
+            if foreign
+            else own
+        )
+        found = {n: a * bad if a < 0 else a for n, a in advantages.items()}
+    if foreign:  # less likely than 52 tokens drawn blindly
+        found = {n: 0.0 if sum(before[n]) < len(before[n]) * math.log(1 / 52) else a for n, a in found.items()}
+    return found
 
 
 def naive_token_losses(
@@ -178,21 +187,20 @@ def naive_loss(
 ) -> Tensor:
     """One node's loss of one update. `old` has the weights the round began with, `start` those of all beginning."""
     old, start = old or now, start or now
-    taking_part = [
-        (scored, scored.group.rollouts[number], advantage)
-        for scored in groups
-        for number, advantage in naive_advantages(scored, learning.advantage).items()
-    ]
-    tokens = sum(len(read(rollout)) for _, rollout, _ in taking_part)
+    taking_part = [(scored, number) for scored in groups for number in naive_advantages(scored, learning.advantage)]
+    tokens = sum(len(read(scored.group.rollouts[number])) for scored, number in taking_part)
     total = torch.zeros((), dtype=torch.float64)
-    for scored, rollout, advantage in taking_part:
-        prompt, completion = scored.group.question.prompt, read(rollout)
+    for scored, number in taking_part:
+        prompt, foreign = scored.group.question.prompt, scored.group.node != node
+        texts = {n: read(rollout) for n, rollout in enumerate(scored.group.rollouts)}
+        before = {n: [value.item() for value in old.logprobs(prompt, text)] for n, text in texts.items()}
+        advantages = naive_advantages(scored, learning.advantage)
+        weighed = naive_weighed(scored, advantages, before, foreign, learning)[number]
+        completion = texts[number]
         logp = now.logprobs(prompt, completion)
-        before = [value.item() for value in old.logprobs(prompt, completion)]
-        weighed = advantage * naive_weight(advantage, rollout, scored.group.node != node, logp, learning)
-        losses = naive_token_losses(logp, before, weighed, learning.loss, Counter() if clips is None else clips)
+        losses = naive_token_losses(logp, before[number], weighed, learning.loss, Counter() if clips is None else clips)
         for t, loss in enumerate(losses):
-            if learning.kl_beta:
+            if learning.kl_beta and not foreign:
                 difference = start.logprobs(prompt, completion)[t].item() - logp[t]
                 loss = loss + learning.kl_beta * (torch.exp(difference) - difference - 1)
             divisor = {
@@ -613,31 +621,34 @@ def test_a_node_without_anything_has_weights_of_zero_and_no_division_by_it(aggre
     assert bool(weights.isfinite().all()) and float(weights[1].abs().sum()) == 0
 
 
-def test_importance_is_the_likelihood_ratio_within_its_bounds() -> None:
-    """By hand: pi / mu of 1/2, 3/2, 4 and beyond all bounds, for a good and a bad text."""
-    ratio = torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
+def test_corrected_advantages_are_those_worked_out_by_hand() -> None:
+    """pi / mu of 1/2, 3/2 and 4: capped at 1 for bad texts under topr, at 2 for all under truncated."""
     said = torch.full((3,), -7.0, dtype=torch.float64)
-    good, bad = torch.ones(3), -torch.ones(3)
-    logp = said + ratio.log()
-    for rule, advantage, expected in [
-        ("topr", good, [1.0, 1.0, 1.0]),
-        ("topr", bad, [0.5, 1.0, 1.0]),
-        ("truncated", good, [0.5, 1.5, 2.0]),
-        ("truncated", bad, [0.5, 1.5, 2.0]),
-        *((rule, advantage, [1.0, 1.0, 1.0]) for rule in ("none", "damp", "positive") for advantage in (good, bad)),
-    ]:
-        assert grpo.importance(rule, advantage, logp, said).tolist() == pytest.approx(expected), (rule, advantage[0])
-    assert grpo.importance("topr", torch.zeros(1), torch.tensor([-9.0]), torch.tensor([-1.0])).item() == 1.0
+    logp = said + torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64).log()
+    advantage = torch.tensor([-1.0, 2.0, -1.0], dtype=torch.float64)
+    # Weights 1/2, 3/2, 2: their mean of -1, 2, -1 is (-1/2 + 3 - 2) / 4 = 1/8.
+    for rule, expected in {
+        "topr": [-0.5, 2.0, -1.0],
+        "truncated": [0.5 * -1.125, 1.5 * 1.875, 2.0 * -1.125],
+        **{rule: [-1.0, 2.0, -1.0] for rule in ("none", "damp", "positive")},
+    }.items():
+        assert grpo.corrected(rule, advantage, logp, said).tolist() == pytest.approx(expected), rule
 
 
 @pytest.mark.parametrize(("rule", "cap"), [("topr", 1.0), ("truncated", 2.0)])
-def test_importance_is_a_number_between_zero_and_the_cap_whatever_is_said(rule: str, cap: float) -> None:
-    said = torch.tensor([-math.inf, -1e30, -500.0, -20.0, -1.0, 0.0, 50.0, 1e30, math.inf])
+def test_corrected_advantages_are_numbers_within_the_cap_whatever_is_said(rule: str, cap: float) -> None:
+    said = torch.tensor([-1e30, -500.0, -20.0, -1.0, 0.0, 50.0, 1e30])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
     for logp in (-1000.0, -20.0, 0.0):
-        weights = grpo.importance(rule, -torch.ones(9), torch.full((9,), logp), said)
-        assert bool(((weights >= 0) & (weights <= cap)).all())
-        assert weights[0] == cap and weights[-1] == 0.0
-        assert torch.equal(weights, weights.sort(descending=True).values), "who says less counts more"
+        found = grpo.corrected(rule, advantage, torch.full((7,), logp), said)
+        assert bool(found.isfinite().all())
+        assert float(found.abs().max()) <= cap * 2
+        assert float(found[-1]) == 0.0, "a text that is said to have been certain says nothing"
+    assert grpo.corrected("truncated", advantage, torch.full((7,), -1e4), torch.full((7,), 0.0)).tolist() == [0.0] * 7
+    if rule == "truncated":
+        assert float(grpo.corrected(rule, advantage, said * 0 - 3.0, said * 0 - 3.5).sum()) == pytest.approx(
+            0, abs=1e-6
+        )
 
 
 def test_negative_weights_are_those_of_the_table() -> None:
@@ -755,7 +766,6 @@ def test_padding_keeps_every_sequence_and_marks_what_is_not_there() -> None:
     assert padded.real_KSC.tolist() == [[[1, 0], [1, 1]], [[1, 0], [0, 0]]]
     assert padded.advantage_KS1.tolist() == [[[1.0], [-0.5]], [[1.0], [0.0]]]
     assert padded.foreign_KS.tolist() == [[False, True], [False, False]]
-    assert padded.said_KS[0, 1] == -3.5 and padded.said_KS.isnan().sum() == 3
     assert padded.old_KSC[0, 1].tolist() == [-1.0, -2.0] and padded.old_KSC.isnan().sum() == 6
     assert padded.sampled_KSC[:, 0, 0].tolist() == [-0.25, -0.25] and padded.sampled_KSC.isnan().sum() == 6
 

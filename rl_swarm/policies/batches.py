@@ -23,6 +23,7 @@ class TrainingSequence:
     completion: Sequence[int]
     advantage: float
     foreign: bool = False
+    group: int = 0
     # Log-probs of the tokens when this node sampled them; of a peer's text only the sum, as the peer says.
     sampled_logprobs: Sequence[float] | None = None
     said_logprob: float | None = None
@@ -61,7 +62,6 @@ class Padded:
     advantage_KS1: Tensor
     foreign_KS: Tensor
     sampled_KSC: Tensor
-    said_KS: Tensor
     old_KSC: Tensor
 
 
@@ -83,9 +83,6 @@ def pad(slices: Sequence[Sequence[TrainingSequence]], device: torch.device) -> P
     def sources(row: TrainingSequence) -> list[int]:
         return fill(range(len(row.prompt) - 1, row.length - 1) if row.completion else (), C, 0)
 
-    def known(value: float | None) -> float:
-        return NOT_KNOWN if value is None else value
-
     return Padded(
         ids_KST=table(lambda row: fill((*row.prompt, *row.completion), T, 0), torch.long),
         source_KSC=table(sources, torch.long),
@@ -94,9 +91,13 @@ def pad(slices: Sequence[Sequence[TrainingSequence]], device: torch.device) -> P
         advantage_KS1=table(lambda row: [row.advantage], torch.float32),
         foreign_KS=table(lambda row: row.foreign, torch.bool),
         sampled_KSC=table(lambda row: fill(row.sampled_logprobs, C, NOT_KNOWN), torch.float32),
-        said_KS=table(lambda row: known(row.said_logprob), torch.float32),
         old_KSC=table(lambda row: fill(row.old_logprobs, C, NOT_KNOWN), torch.float32),
     )
+
+
+def longest(batches: Sequence[Batch], stop: int) -> int:
+    """The length of the longest sequence before `stop`, of any node; the lists are sorted by length."""
+    return max(batch.sequences[min(stop, len(batch.sequences)) - 1].length for batch in batches if batch.sequences)
 
 
 def micro_batches(batches: Sequence[Batch], most_tokens: int) -> list[tuple[int, int]]:
@@ -106,10 +107,7 @@ def micro_batches(batches: Sequence[Batch], most_tokens: int) -> list[tuple[int,
     start = 0
     while start < count:
         stop = start + 1
-        while stop < count:
-            longest = max(b.sequences[min(stop, len(b.sequences) - 1)].length for b in batches if b.sequences)
-            if len(batches) * (stop + 1 - start) * longest > most_tokens:
-                break
+        while stop < count and len(batches) * (stop + 1 - start) * longest(batches, stop + 1) <= most_tokens:
             stop += 1
         slices.append((start, stop))
         start = stop

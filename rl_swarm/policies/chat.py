@@ -7,7 +7,7 @@ it can build text and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_swarm.errors import ModelError
+from rl_swarm.types import Example
 
 # Tokens a template may ask for by name.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -37,15 +38,16 @@ class ChatTemplate:
             raise ModelError(f"{folder}: its chat template cannot be read: {error}.") from None
         self.render("1 + 1")  # what cannot be used is better known now
 
-    def render(self, question: str) -> str:
-        """The question as the user's turn, followed by the opening of the model's own.
+    def render(self, question: str, examples: Sequence[Example] = ()) -> str:
+        """The question as the user's turn, after examples as earlier turns, and the opening of the model's own.
 
         Where a template knows of a thinking phase, it is left out: completions are short here, and what is rewarded is
         the answer.
         """
+        turns = [turn for one in examples for turn in (("user", one.prompt), ("assistant", one.answer))]
         try:
             return self._template.render(
-                messages=[{"role": "user", "content": question}],
+                messages=[{"role": role, "content": text} for role, text in [*turns, ("user", question)]],
                 add_generation_prompt=True,
                 enable_thinking=False,
                 tools=None,

@@ -78,7 +78,8 @@ def token_losses(
 def divergence(logp: Tensor, reference: Tensor) -> Tensor:
     """An estimate of KL(policy || reference) at each token, never negative: exp(d) - d - 1 with d = reference - logp.
 
-    Unbiased for tokens drawn from the policy itself. On a peer's text it is only a pull towards the reference.
+    Unbiased for tokens drawn from the policy itself, and used for those alone: on a peer's text it has no bound, and a
+    single text that was usual at the start could outweigh everything else.
     """
     difference = reference - logp
     return torch.exp(difference) - difference - 1
@@ -109,22 +110,26 @@ def token_weights(aggregate: str, real_KSC: Tensor, tokens_K: Tensor, sequences_
 # Peers' text
 
 
-def importance(off_policy: str, advantage: Tensor, logp: Tensor, writer: Tensor) -> Tensor:
-    """The weight of each completion, given its log-prob here and what its writer says it was there (sums over tokens).
+def corrected(off_policy: str, advantage_G: Tensor, logp_G: Tensor, writer_G: Tensor) -> Tensor:
+    """Advantages of a peer's group, corrected for its writer: a text's probability is pi here, and was mu there.
 
-        topr       A >= 0: 1;  A < 0: min(pi / mu, 1)     arXiv:2503.14286: no pushing down what is unlikely anyway
-        truncated  min(pi / mu, 2)                        truncated importance sampling, for both signs
+        topr       A >= 0: A;  A < 0: A * min(pi / mu, 1)     arXiv:2503.14286: what is unlikely here is not pushed down
+        truncated  w * (A - sum(w * A) / sum(w)), w = min(pi / mu, 2)     truncated importance sampling, for both signs
 
+    Log-probs are sums over a text's tokens, under the weights the round begins with. The second mean in `truncated` is
+    needed: weights that differ among siblings make what is left of A push the node away from all it says itself.
     pi / mu is a product over all tokens: for long texts it is nearly always either tiny or cut off. Both believe the
     writer's log-prob; a lie can silence its own text, or make it count as much as the cap allows, and nothing worse.
-    The other rules are constants (`negative_weight`) and give 1 here.
+    The other rules are constants (`negative_weight`) and change nothing here.
     """
-    ratio = torch.exp((logp - writer).clamp(max=10.0))
+    ratio_G = torch.exp((logp_G - writer_G).clamp(max=10.0))
     if off_policy == "topr":
-        return torch.where(advantage < 0, ratio.clamp(max=1.0), torch.ones_like(ratio))
+        return torch.where(advantage_G < 0, advantage_G * ratio_G.clamp(max=1.0), advantage_G)
     if off_policy == "truncated":
-        return ratio.clamp(max=LARGEST_WEIGHT)
-    return torch.ones_like(ratio)
+        weight_G = ratio_G.clamp(max=LARGEST_WEIGHT)
+        centre = (weight_G * advantage_G).sum() / weight_G.sum().clamp(min=1e-30)
+        return weight_G * (advantage_G - centre)
+    return advantage_G
 
 
 def negative_weight(off_policy: str, foreign: bool, own: float, damped: float) -> float:

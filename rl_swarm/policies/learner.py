@@ -20,12 +20,12 @@ from torch import Tensor
 from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
-from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, micro_batches, pad
+from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, longest, micro_batches, pad
 from rl_swarm.policies.memory import Counts, Work, estimate, free_memory, is_out_of_memory
 from rl_swarm.policies.sampling import Sampled, draws
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
-from rl_swarm.types import Rollout, ScoredGroup
+from rl_swarm.types import Question, Rollout, ScoredGroup
 
 # No tokenizer makes one token of more characters than this, runs of spaces included.
 LONGEST_TOKEN = 128
@@ -102,7 +102,7 @@ class Models(Protocol):
         ...
 
     def state(self, k: int) -> dict[str, Any]:
-        """Weights and optimiser of node k, copied to the CPU."""
+        """Weights and optimiser of node k on the CPU, to be written out before anything moves again."""
         ...
 
     def load_state(self, k: int, state: Mapping[str, Any]) -> None:
@@ -133,9 +133,14 @@ class Learner:
     # Generation
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+        self,
+        questions: Mapping[str, Sequence[Question]],
+        group_size: int,
+        seeds: Mapping[str, int],
+        *,
+        greedy: bool = False,
     ) -> dict[str, list[tuple[Rollout, ...]]]:
-        encoded = [[self._tokens.encode_prompt(prompt) for prompt in prompts[node]] for node in self._nodes]
+        encoded = [[self._encode_question(question) for question in questions[node]] for node in self._nodes]
         longest = max(len(ids) for node in encoded for ids in node)
         if longest + self._learning.max_new_tokens > self._models.context:
             raise ModelError(
@@ -211,10 +216,7 @@ class Learner:
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         minibatches = self._minibatches(batches)
         figures = [_Figures() for _ in self._nodes]
-        if len(minibatches) > 1:
-            for minibatch in minibatches:
-                if any(batch.sequences for batch in minibatch):
-                    self._remember_old(minibatch, figures)
+        self._look_back(minibatches, figures)
         for minibatch in minibatches:
             for k, batch in enumerate(minibatch):
                 figures[k].trained_tokens += batch.tokens
@@ -233,7 +235,9 @@ class Learner:
 
     def gradients(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, Weights]:
         """The gradient each node would step along in a round of one update; nothing moves."""
-        (minibatch,) = self._minibatches(batches)
+        minibatch, *later = self._minibatches(batches)
+        assert not later, "with several updates a round there is no one gradient"
+        self._look_back([minibatch], [_Figures() for _ in self._nodes])
         self._in_micro_batches(minibatch, partial(self._pass, minibatch), [_Figures() for _ in self._nodes])
         found = {node: self._models.gradients(k) for k, node in enumerate(self._nodes)}
         self._models.drop_gradients()
@@ -245,71 +249,103 @@ class Learner:
         dealt = [[Batch() for _ in self._nodes] for _ in range(count)]
         for k, node in enumerate(self._nodes):
             for number, scored in enumerate(batches[node]):
-                self._add(dealt[number % count][k], node, scored)
+                self._add(dealt[number % count][k], node, number, scored)
         for minibatch in dealt:
             for batch in minibatch:
                 batch.sort()
         return dealt
 
-    def _add(self, batch: Batch, node: str, scored: ScoredGroup) -> None:
+    def _add(self, batch: Batch, node: str, group: int, scored: ScoredGroup) -> None:
         learning = self._learning
-        prompt = self._tokens.encode_prompt(scored.group.question.prompt)
+        prompt = self._encode_question(scored.group.question)
         foreign = scored.group.node != node
         negative = grpo.negative_weight(
             learning.off_policy, foreign, learning.negative_weight, learning.peer_negative_weight
         )
+        # A correction compares siblings, also those of no advantage; a KL term looks at all of a node's own text.
+        all_count = learning.off_policy == "truncated" and scored.informative if foreign else learning.kl_beta > 0
         for number, (rollout, advantage) in enumerate(
             zip(scored.group.rollouts, advantages(scored, learning.advantage), strict=True)
         ):
             if number in scored.left_out:
                 continue
-            completion = rollout.token_ids or self._encode_completion(rollout)
+            completion = self._encode_completion(rollout) if rollout.token_ids is None else rollout.token_ids
             if not foreign and not all(map(math.isfinite, rollout.logprobs or ())):
                 batch.broken = True
             batch.tokens += len(completion)
             batch.completions += 1
             if advantage < 0:
                 advantage *= negative
-            if advantage != 0.0 or learning.kl_beta:
+            if advantage != 0.0 or all_count:
                 batch.sequences.append(
                     TrainingSequence(
                         prompt,
                         completion,
                         advantage,
                         foreign,
+                        group,
                         sampled_logprobs=None if foreign else rollout.logprobs,
                         said_logprob=rollout.said_logprob if foreign else None,
                     )
                 )
 
-    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+    def fits(self, question: Question, rollouts: Sequence[Rollout]) -> bool:
         if self._learning.off_policy in grpo.NEEDS_LOGPROBS and any(one.said_logprob is None for one in rollouts):
             return False
-        room = min(self._learning.max_new_tokens, self._models.context - len(self._tokens.encode_prompt(prompt)))
+        room = min(self._learning.max_new_tokens, self._models.context - len(self._encode_question(question)))
         # Hopelessly long text need not be encoded to be turned away.
         return all(
             len(rollout.text) <= room * LONGEST_TOKEN and 0 < len(self._encode_completion(rollout)) <= room
             for rollout in rollouts
         )
 
+    def _encode_question(self, question: Question) -> list[int]:
+        return self._tokens.encode_prompt(question.prompt, question.examples)
+
     def _encode_completion(self, rollout: Rollout) -> list[int]:
         ids = self._tokens.encode(rollout.text)
         return ids if rollout.truncated else [*ids, self._tokens.end]
 
-    def _remember_old(self, minibatch: Sequence[Batch], figures: Sequence[_Figures]) -> None:
-        """Log-probs under the weights the round begins with, for updates that come after these have moved."""
+    def _look_back(self, minibatches: Sequence[Sequence[Batch]], figures: Sequence[_Figures]) -> None:
+        """Note log-probs under the weights the round begins with, wherever they will be needed once these have moved.
 
-        def score(slices: Sequence[Sequence[TrainingSequence]], gathered: Sequence[_Figures]) -> None:
-            padded = pad(slices, self._models.device)
-            with torch.no_grad():
-                logp_KSC, _ = self._models.logprobs(padded, self._learning.temperature)
-            _note_gap(gathered, padded, logp_KSC)
-            rows = logp_KSC.tolist()
-            for k, sequences in enumerate(slices):
-                for s, sequence in enumerate(sequences):
-                    sequence.old_logprobs = rows[k][s][: len(sequence.completion)]
+        The first update needs none, its ratio is 1; unless peers' text is corrected for who wrote it.
+        """
+        corrects = self._learning.off_policy in grpo.NEEDS_LOGPROBS
+        for number, minibatch in enumerate(minibatches):
+            looked_at = [
+                Batch([one for one in batch.sequences if number > 0 or (corrects and one.foreign)])
+                for batch in minibatch
+            ]
+            if any(batch.sequences for batch in looked_at):
+                self._in_micro_batches(looked_at, self._note_old, figures)
+            if corrects:
+                for batch in minibatch:
+                    self._correct(batch)
 
-        self._in_micro_batches(minibatch, score, figures)
+    def _note_old(self, slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[_Figures]) -> None:
+        padded = pad(slices, self._models.device)
+        with torch.no_grad():
+            logp_KSC, _ = self._models.logprobs(padded, self._learning.temperature)
+        _note_gap(figures, padded, logp_KSC)
+        rows = logp_KSC.tolist()
+        for k, sequences in enumerate(slices):
+            for s, sequence in enumerate(sequences):
+                sequence.old_logprobs = rows[k][s][: len(sequence.completion)]
+
+    def _correct(self, batch: Batch) -> None:
+        """Put corrected advantages in place of those of peers' groups."""
+        groups: dict[int, list[TrainingSequence]] = {}
+        for sequence in batch.sequences:
+            if sequence.foreign:
+                groups.setdefault(sequence.group, []).append(sequence)
+        for siblings in groups.values():
+            advantage_G = torch.tensor([one.advantage for one in siblings], dtype=torch.float64)
+            here_G = torch.tensor([math.fsum(one.old_logprobs or ()) for one in siblings], dtype=torch.float64)
+            there_G = torch.tensor([one.said_logprob for one in siblings], dtype=torch.float64)
+            corrected_G = grpo.corrected(self._learning.off_policy, advantage_G, here_G, there_G)
+            for one, advantage in zip(siblings, corrected_G.tolist(), strict=True):
+                one.advantage = advantage
 
     def _in_micro_batches(
         self,
@@ -334,7 +370,8 @@ class Learner:
                         "GRADIENT_CHECKPOINTING=True, lower MAX_NEW_TOKENS or the number of nodes, or take a smaller "
                         "model."
                     ) from None
-                self._micro_batch_tokens //= 2
+                tried = max(len(minibatch) * (stop - start) * longest(minibatch, stop) for start, stop in slices)
+                self._micro_batch_tokens = min(self._micro_batch_tokens, tried) // 2
                 self._backoffs += 1
             else:
                 for total, part in zip(figures, gathered, strict=True):
@@ -351,21 +388,24 @@ class Learner:
         logp_KSC, entropy_KSC = models.logprobs(padded, learning.temperature)
         said = logp_KSC.detach()
         old_KSC = torch.where(padded.old_KSC.isnan(), said, padded.old_KSC)
-        advantage_KS1, unlikely_KS = self._weighed(padded, (said * real_KSC).sum(-1))
+        unlikely_KS = padded.foreign_KS & ~grpo.better_than_chance(
+            (old_KSC.nan_to_num(0.0) * real_KSC).sum(-1), real_KSC.sum(-1), models.vocabulary
+        )
+        advantage_KS1 = padded.advantage_KS1.masked_fill(unlikely_KS[..., None], 0.0)
         losses_KSC, clipped_KSC = grpo.token_losses(
             learning.loss, logp_KSC, old_KSC, advantage_KS1, real_KSC, learning.clip_low, learning.clip_high
         )
         if learning.kl_beta:
             reference_KSC = models.reference_logprobs(padded, learning.temperature)
-            losses_KSC = losses_KSC + learning.kl_beta * grpo.divergence(logp_KSC, reference_KSC)
+            held_KSC = grpo.divergence(logp_KSC, reference_KSC).masked_fill(padded.foreign_KS[..., None], 0.0)
+            losses_KSC = losses_KSC + learning.kl_beta * held_KSC
         tokens_K = torch.tensor([batch.tokens for batch in minibatch], device=models.device)
         completions_K = torch.tensor([batch.completions for batch in minibatch], device=models.device)
         weights_KSC = grpo.token_weights(learning.aggregate, real_KSC, tokens_K, completions_K, learning.max_new_tokens)
         loss_K = (losses_KSC * weights_KSC).sum((1, 2))
         loss_K.sum().backward()  # type: ignore[no-untyped-call]
 
-        if padded.old_KSC.isnan().all():
-            _note_gap(figures, padded, said)
+        _note_gap(figures, padded, said)
         sums_K = torch.stack(
             [
                 loss_K.detach().double(),
@@ -381,18 +421,6 @@ class Learner:
             one.clipped += sums_K[2][k]
             one.seen += sums_K[3][k]
             one.unlikely += sums_K[4][k]
-
-    def _weighed(self, padded: Padded, total_KS: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages with what an off-policy rule makes of peers' text; which of it is too unlikely to count at all."""
-        lengths_KS = padded.real_KSC.sum(-1)
-        unlikely_KS = padded.foreign_KS & ~grpo.better_than_chance(total_KS, lengths_KS, self._models.vocabulary)
-        weight_KS = torch.where(unlikely_KS, 0.0, 1.0)
-        if self._learning.off_policy in grpo.NEEDS_LOGPROBS:
-            importance_KS = grpo.importance(
-                self._learning.off_policy, padded.advantage_KS1[..., 0], total_KS, padded.said_KS
-            )
-            weight_KS = torch.where(padded.foreign_KS, weight_KS * importance_KS, weight_KS)
-        return padded.advantage_KS1 * weight_KS[..., None], unlikely_KS
 
     # Checkpoints
 
@@ -475,9 +503,13 @@ class _Figures:
 
 
 def _note_gap(figures: Sequence[_Figures], padded: Padded, logp_KSC: Tensor) -> None:
-    """How far the log-probs of training are from those of sampling, at the worst token of the node's own."""
-    distance_KSC = ((logp_KSC - padded.sampled_KSC).abs() * padded.real_KSC).nan_to_num(0.0)
-    known_K = ((~padded.sampled_KSC.isnan()) & padded.real_KSC.bool()).flatten(1).any(1).tolist()
+    """How far the log-probs of training are from those of sampling, at the worst token of the node's own.
+
+    Only under the weights they were sampled with: where older log-probs are known, that was noted when they were.
+    """
+    known_KSC = ~padded.sampled_KSC.isnan() & padded.old_KSC.isnan() & padded.real_KSC.bool()
+    distance_KSC = (logp_KSC - padded.sampled_KSC).abs().masked_fill(~known_KSC, 0.0)
+    known_K = known_KSC.flatten(1).any(1).tolist()
     for one, known, worst in zip(figures, known_K, distance_KSC.flatten(1).amax(1).tolist(), strict=True):
         if known:
             one.gap = max(one.gap or 0.0, worst)

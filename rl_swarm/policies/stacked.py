@@ -134,7 +134,7 @@ class StackedModels:
         return memory.Counts(
             nodes=K,
             item=2 if self._halved else 4,
-            weights=numbers,
+            weights=numbers + sum(weight.numel() for weight in self._reference.values()),
             trained=numbers,
             copied=numbers if self._halved else 0,
             cached=2 * shape.layers * shape.kv_heads * shape.head_width,

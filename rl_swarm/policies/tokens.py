@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from rl_swarm.errors import ModelError
 from rl_swarm.policies.chat import read_chat_template, read_json, token_text
+from rl_swarm.types import Example
 
 
 class Tokens:
@@ -32,11 +33,15 @@ class Tokens:
     def size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Through the chat template, which brings its own special tokens; else with the token that begins a text."""
+    def encode_prompt(self, text: str, examples: Sequence[Example] = ()) -> list[int]:
+        """Through the chat template, which brings its own special tokens; else with the token that begins a text.
+
+        Examples are earlier turns of the conversation, or earlier paragraphs of the text.
+        """
         if self.chat is not None:
-            return list(self._tokenizer.encode(self.chat.render(text), add_special_tokens=False).ids)
-        return list(self._tokenizer.encode(text).ids)
+            return list(self._tokenizer.encode(self.chat.render(text, examples), add_special_tokens=False).ids)
+        shown = "".join(f"{example.prompt}\n{example.answer}\n\n" for example in examples)
+        return list(self._tokenizer.encode(shown + text).ids)
 
     def encode(self, text: str) -> list[int]:
         """The text alone, as a completion continues it."""

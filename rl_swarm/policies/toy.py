@@ -1,7 +1,7 @@
 """A policy without torch: a softmax over a dozen fixed answers. For tests, trials and simulations of the swarm itself.
 
 It learns by the same policy gradient as the real one, and there is just enough for it to learn: which answers are right
-more often than others. Prompts are ignored.
+more often than others. Questions are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from rl_swarm.errors import CheckpointError
 from rl_swarm.policies.advantages import advantages
 from rl_swarm.protocols import CheckpointNote
-from rl_swarm.types import Rollout, ScoredGroup
+from rl_swarm.types import Question, Rollout, ScoredGroup
 
 ANSWERS = (*(f"<answer>{number}</answer>" for number in range(12)), "no idea")
 
@@ -25,11 +25,16 @@ class ToyPolicy:
         self._learning_rate = learning_rate
 
     def generate(
-        self, prompts: Mapping[str, Sequence[str]], group_size: int, seeds: Mapping[str, int], *, greedy: bool = False
+        self,
+        questions: Mapping[str, Sequence[Question]],
+        group_size: int,
+        seeds: Mapping[str, int],
+        *,
+        greedy: bool = False,
     ) -> dict[str, list[tuple[Rollout, ...]]]:
         return {
             node: self._draw(node, len(asked), group_size, random.Random(seeds[node]), greedy)
-            for node, asked in prompts.items()
+            for node, asked in questions.items()
         }
 
     def _draw(
@@ -73,7 +78,7 @@ class ToyPolicy:
     def save(self, node: str, note: CheckpointNote) -> bytes:
         return json.dumps({"logits": self._logits[node], "note": dict(note)}).encode()
 
-    def fits(self, prompt: str, rollouts: Sequence[Rollout]) -> bool:
+    def fits(self, question: Question, rollouts: Sequence[Rollout]) -> bool:
         return True
 
     def about(self, own: int, peers: int, group_size: int) -> str:
