@@ -75,6 +75,7 @@ def measure(models: StackedModels, args: argparse.Namespace, learning: Learning)
     learner = Learner(["a"], models, Tokens(PICO_FOLDER), learning)
     batch = groups(args.sequences, args.tokens, args.vocabulary)
     work = Work(args.sequences, args.sequences, args.tokens)
+    assert learning.micro_batch_tokens is not None
     expected = estimate(models.counts(), work, None, learning.micro_batch_tokens)
     weights, optimiser = expected.held["weights"], expected.held["optimiser"]
     learner.update({"a": batch})

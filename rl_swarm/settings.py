@@ -237,8 +237,11 @@ class Settings(BaseSettings):
     chat_template: Literal["auto", "none"] = _setting(
         "auto", "learning", "auto puts questions through the model's chat template where it has one; none never."
     )
-    micro_batch_tokens: Positive = _setting(
-        8192, "learning", "Tokens in one forward and backward pass: lower it when memory runs out."
+    micro_batch_tokens: Positive | None = _setting(
+        None,
+        "learning",
+        "Tokens in one forward and backward pass: lower it when memory runs out.",
+        "8192; on a CPU fewer where they would take more than 512 MiB",
     )
     gradient_checkpointing: bool = _setting(False, "learning", "Recompute layers instead of keeping them: less memory.")
     lora_rank: Count = _setting(

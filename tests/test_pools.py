@@ -114,6 +114,4 @@ def test_a_worker_says_what_was_chosen_and_does_not_join_without_it(tmp_path: Pa
     assert f"The model {chosen.model} could not be downloaded" in done.stderr
     experiment = open_experiment(FolderStore(tmp_path), "trial")
     assert not experiment.peers().known, "what cannot be loaded does not become a member"
-    assert experiment.last_start("worker_1")["model_name"] == chosen.model
-    assert chosen.reason in (tmp_path / "experiments/trial/logs/worker_1/stdout.log").read_text()
     assert experiment.birth.settings["model_name"] == "auto"

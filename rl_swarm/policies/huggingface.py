@@ -226,7 +226,7 @@ class HuggingfaceModels:
             item=2 if self._halved else 4,
             weights=sum(distinct.values()),
             trained=sum(one.numel() for node in self._trained for one in node.values()),
-            copied=sum(distinct.values()) // 2 if self._halved else 0,
+            copied=sum(distinct.values()) if self._halved else 0,
             cached=2 * layers * width,
             kept=KEPT_BY_WIDTH * width,
             width=width,

@@ -21,7 +21,7 @@ from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
 from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, longest, micro_batches, pad
-from rl_swarm.policies.memory import Counts, Work, estimate, free_memory, is_out_of_memory
+from rl_swarm.policies.memory import Counts, Work, default_micro_batch, estimate, free_memory, is_out_of_memory
 from rl_swarm.policies.sampling import Sampled, draws
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
@@ -52,7 +52,7 @@ class Learning:
     off_policy: str = "damp"
     peer_negative_weight: float = 0.2
     max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | None = None
     dtype: str = "float32"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
@@ -120,7 +120,7 @@ class Learner:
     def __init__(self, nodes: Sequence[str], models: Models, tokens: Tokens, learning: Learning) -> None:
         self._nodes = tuple(nodes)
         self._models, self._tokens, self._learning = models, tokens, learning
-        self._micro_batch_tokens = learning.micro_batch_tokens
+        self._micro_batch_tokens = learning.micro_batch_tokens or default_micro_batch(models.counts(), models.device)
         # Questions answered at a time, and how often memory ran out since the last row: both follow from trouble alone.
         self._sampled_together = 2**30
         self._backoffs = 0

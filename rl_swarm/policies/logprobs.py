@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Scores over the vocabulary held at a time, as 4-byte numbers: 256 MiB. Softmax and gradient need a few times that.
-CHUNK_NUMBERS = 2**26
+# Scores over the vocabulary held at a time, as 4-byte numbers: 128 MiB. Softmax and gradient need a few times that.
+CHUNK_NUMBERS = 2**25
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,9 @@ import torch
 from rl_swarm.policies.logprobs import CHUNK_NUMBERS
 
 GIB = 2**30
-SMALLEST_MICRO_BATCH = 256
+USUAL_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 256
+# Activations of one pass on a CPU, where nothing else is asked for.
+CPU_ACTIVATIONS = GIB // 2
 # Scores over the vocabulary are there as such, as log-probs, as probabilities and as a gradient.
 CHUNK_BYTES = 4 * 4 * CHUNK_NUMBERS
 # What allocators say that have no error of their own for it.
@@ -42,6 +44,12 @@ class Counts:
     layers: int
     vocabulary: int
     checkpointed: bool
+
+    @property
+    def activation_bytes(self) -> int:
+        """What one token takes while training, in all layers together."""
+        by_layer = self.kept * self.layers
+        return self.item * (self.width * self.layers + self.kept if self.checkpointed else by_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +82,14 @@ class Estimate:
 
 def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: int) -> Estimate:
     """What a round of this work takes, and the largest micro-batch, at most the one given, that fits what is free."""
-    item, layers = counts.item, counts.layers
-    per_token = item * (counts.width * layers + counts.kept if counts.checkpointed else counts.kept * layers)
+    item, per_token = counts.item, counts.activation_bytes
     wanted = min(micro_batch_tokens, counts.nodes * work.trained * work.tokens)
     scores = min(CHUNK_BYTES, 16 * wanted * counts.vocabulary)
-    gradients = 4 * counts.trained + 2 * item * counts.copied
+    gradients = 4 * counts.trained
     fit = fitting(wanted, per_token, gradients + scores, free)
     return Estimate(
-        held={"weights": 4 * counts.weights, "optimiser": 8 * counts.trained},
-        sampling={"cache": item * (counts.nodes * work.sampled * work.tokens * counts.cached + counts.copied)},
+        held={"weights": 4 * counts.weights + item * counts.copied, "optimiser": 8 * counts.trained},
+        sampling={"cache": item * counts.nodes * work.sampled * work.tokens * counts.cached},
         training={"gradients": gradients, "activations": per_token * fit, "scores": scores},
         free=free,
         micro_batch_tokens=fit if fit < wanted else micro_batch_tokens,
@@ -91,6 +98,13 @@ def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: i
 
 def size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 2 else f"{count / 2**20:.0f} MiB"
+
+
+def default_micro_batch(counts: Counts, device: torch.device) -> int:
+    """Large passes make a GPU quick; on a CPU they only take memory."""
+    if device.type != "cpu":
+        return USUAL_MICRO_BATCH
+    return fitting(USUAL_MICRO_BATCH, counts.activation_bytes, 0, CPU_ACTIVATIONS)
 
 
 def fitting(wanted: int, per_token: int, fixed: int, free: int | None) -> int:

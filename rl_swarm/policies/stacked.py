@@ -6,6 +6,7 @@ Shape letters: K nodes, S sequences, T positions, C completion positions, D widt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,29 @@ class StackedModels:
         single = {name: weight.to(device) for name, weight in read_weights(folder, self._shape).items()}
         # Only a KL term looks back; all nodes share one reference, since all started from it.
         self._reference = {name: weight.unsqueeze(0) for name, weight in single.items()} if learning.kl_beta else {}
-        self._weights = stack(single, count)
-        for weight in self._weights.values():
-            weight.requires_grad_(True)
-        self._adam = StackedAdam({name: weight.detach() for name, weight in self._weights.items()})
+        self._adam = StackedAdam(stack(single, count))
+        # What the forward pass reads: the weights themselves, or their copies in half precision.
+        self._read: Weights = {}
+        self._gradients: Weights = {}
+        for name, weight in self._adam.weights.items():
+            self._read[name] = (weight.to(torch.bfloat16) if self._halved else weight.detach()).requires_grad_(True)
+            take = partial(self._take_gradient, name)
+            self._read[name].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _take_gradient(self, name: str, read: Tensor) -> None:
+        """Sum gradients up in float32, pass by pass, whatever they were computed in."""
+        assert read.grad is not None
+        if name in self._gradients:
+            self._gradients[name] += read.grad
+        else:
+            self._gradients[name] = read.grad.float()
+        read.grad = None
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self._halved:
+            for name, weight in self._adam.weights.items():
+                self._read[name].copy_(weight)
 
     def sample(
         self,
@@ -52,20 +72,18 @@ class StackedModels:
         temperature: float,
         top_p: float,
     ) -> sampling.Sampled:
-        with torch.no_grad():
-            weights = self._compute(self._weights)
-            return sampling.sample(
-                self._shape, weights, prompts, uniform_KSC, ends=ends, temperature=temperature, top_p=top_p
-            )
+        return sampling.sample(
+            self._shape, self._read, prompts, uniform_KSC, ends=ends, temperature=temperature, top_p=top_p
+        )
 
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
-        return self._logprobs(self._compute(self._weights), padded, temperature)
+        return self._logprobs(self._read, padded, temperature)
 
     @torch.no_grad()
     def reference_logprobs(self, padded: Padded, temperature: float) -> Tensor:
         K = padded.ids_KST.shape[0]
-        single = self._compute(self._reference)
-        expanded = {name: weight.expand(K, *weight.shape[1:]) for name, weight in single.items()}
+        dtype = torch.bfloat16 if self._halved else torch.float32
+        expanded = {name: w.to(dtype).expand(K, *w.shape[1:]) for name, w in self._reference.items()}
         return self._logprobs(expanded, padded, temperature)[0]
 
     def _logprobs(self, weights: Weights, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
@@ -85,27 +103,23 @@ class StackedModels:
             padded.real_KSC,
         )
 
-    def _compute(self, weights: Weights) -> Weights:
-        """The weights in the compute type; float32 masters stay what they are."""
-        return {name: weight.to(torch.bfloat16) for name, weight in weights.items()} if self._halved else weights
-
     def gradients(self, k: int) -> Weights:
         return {
-            name: torch.zeros_like(weight[k]) if weight.grad is None else weight.grad[k].clone()
-            for name, weight in self._weights.items()
+            name: self._gradients[name][k].clone() if name in self._gradients else torch.zeros_like(weight[k])
+            for name, weight in self._adam.weights.items()
         }
 
     def drop_gradients(self) -> None:
-        for weight in self._weights.values():
-            weight.grad = None
+        self._gradients.clear()
+        for read in self._read.values():
+            read.grad = None
 
     def step(self, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:
-        gradients = {
-            name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-            for name, weight in self._weights.items()
-        }
-        moved = self._adam.step(gradients, active_K, learning_rate, max_norm)
+        for name, weight in self._adam.weights.items():
+            self._gradients.setdefault(name, torch.zeros_like(weight))
+        moved = self._adam.step(self._gradients, active_K, learning_rate, max_norm)
         self.drop_gradients()
+        self._refresh()
         return moved
 
     def weights(self, k: int) -> Weights:
@@ -127,10 +141,11 @@ class StackedModels:
             for name, tensor in tensors.items():
                 tensor[k].copy_(state[part][name])
         adam.steps_K[k] = state["steps"]
+        self._refresh()
 
     def counts(self) -> memory.Counts:
         shape, K = self._shape, len(self._adam.steps_K)
-        numbers = sum(weight.numel() for weight in self._weights.values())
+        numbers = sum(weight.numel() for weight in self._adam.weights.values())
         return memory.Counts(
             nodes=K,
             item=2 if self._halved else 4,
