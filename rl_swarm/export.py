@@ -103,8 +103,16 @@ def export_model(
     for path in source.iterdir():
         if path.suffix in DESCRIPTIONS and not path.name.startswith(".") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
+    _say_float32(out / "config.json")
     try:
         save_weights(weights, out)
     except SafetensorError as error:  # a full disk, told in the library's own way
         raise OSError(str(error)) from None
     (out / "README.md").write_text(model_card(experiment, node, model, round, repo), encoding="utf-8")
+
+
+def _say_float32(path: Path) -> None:
+    """Weights were trained, and are exported, in float32; a base model's word for less would round them when loaded."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+    path.write_text(json.dumps(config | dict.fromkeys(names, "float32"), indent=2) + "\n", encoding="utf-8")

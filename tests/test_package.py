@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from rl_swarm.models import PICO_FOLDER
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,3 +64,31 @@ def test_an_exported_node_is_an_ordinary_model_folder(tmp_path: Path) -> None:
     state = torch.load(saved, weights_only=True)
     assert torch.equal(state["weights"]["model.norm.weight"], model.model.norm.weight)
     assert state["note"]["round"] == 1
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_export_keeps_what_was_learned_in_float32_adapters_included(rank: int, tmp_path: Path) -> None:
+    """Of a base model stored in half precision, whose configuration says so: loaded plainly, nothing is rounded off."""
+    import torch
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(PICO_FOLDER, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(PICO_FOLDER / name, tmp_path / "base" / name)
+    run = [sys.executable, "-m", "rl_swarm.cli"]
+    where = ["--gdrive-path", str(tmp_path / "root")]
+    flags = ["--nodes", "2", "--node-id", "n", "--experiment-name", "x", "--model-name", str(tmp_path / "base")]
+    flags += ["--tasks", "arithmetic", "--max-new-tokens", "16", "--max-rounds", "2", "--lora-rank", str(rank)]
+    host = [*run, "host", *where, *flags, "--learning-rate", "1e-4", "--num-train-samples", "4", "--device", "cpu"]
+    subprocess.run(host, check=True, capture_output=True, timeout=240, cwd=tmp_path)
+    export = [*run, "export", "x", *where, "--node", "n_1", "--out", str(tmp_path / "model")]
+    subprocess.run(export, check=True, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.float32
+    start = dict(base.float().named_parameters())
+    changes = [(weight - start[name]).abs().max().item() for name, weight in model.named_parameters()]
+    assert 0 < max(changes) < 1e-2
+    halved = [torch.equal(weight, weight.bfloat16().float()) for _, weight in model.named_parameters()]
+    assert not all(halved), "more than half precision could hold"
