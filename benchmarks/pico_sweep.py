@@ -34,7 +34,8 @@ from rl_swarm.host import Host
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import learning_of
 from rl_swarm.policies.batches import Batch
-from rl_swarm.policies.learner import Learner, pick_device
+from rl_swarm.policies.engine import pick_device
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.simulate import simulate

@@ -93,7 +93,8 @@ from rl_swarm.models.pico import write_tokenizer
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
 from rl_swarm.policies.decoder import Weights
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.tasks.arithmetic import Arithmetic

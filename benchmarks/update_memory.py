@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from rl_swarm import __version__
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies.decoder import read_shape, weight_shapes
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.memory import GIB, Work, estimate
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens

@@ -14,7 +14,8 @@ import torch
 
 from rl_swarm.gathering import score
 from rl_swarm.models import PICO_FOLDER
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.types import Question, QuestionName, Rollout, RolloutGroup, ScoredGroup, Step
 

@@ -14,8 +14,9 @@ from swarms import ask
 from rl_swarm.errors import CheckpointError, ModelError
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import huggingface, open_policy
+from rl_swarm.policies.engine import Learning
 from rl_swarm.policies.huggingface import HuggingfaceModels, huggingface_learner
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.saving import read_saved_weights
 from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.settings import load

@@ -20,7 +20,8 @@ from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import learner, memory
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
-from rl_swarm.policies.learner import Learner, Learning, Models
+from rl_swarm.policies.engine import Learning, Models
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.tasks.arithmetic import Arithmetic

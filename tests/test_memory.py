@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rl_swarm.policies.decoder import forward, read_shape, read_weights, stack
-from rl_swarm.policies.learner import Learning
+from rl_swarm.policies.engine import Learning
 from rl_swarm.policies.memory import Work, estimate
 from rl_swarm.policies.stacked import StackedModels, kept_by_layer
 

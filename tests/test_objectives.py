@@ -19,7 +19,8 @@ from torch import Tensor
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import grpo
 from rl_swarm.policies.batches import Batch, TrainingSequence, micro_batches, pad
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs, token_logprobs
 from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.policies.tokens import Tokens

@@ -14,7 +14,7 @@ from rl_swarm.protocols import Policy
 from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
-    from rl_swarm.policies.learner import Learning
+    from rl_swarm.policies.engine import Learning
 
 
 def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
@@ -27,7 +27,7 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
     _before_torch()
 
     from rl_swarm.policies.decoder import read_config, unsupported
-    from rl_swarm.policies.learner import pick_device
+    from rl_swarm.policies.engine import pick_device
 
     device = pick_device(settings.device)
     learning = learning_of(settings, device)
@@ -44,7 +44,7 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
 
 def learning_of(settings: Settings, device: str) -> Learning:
     """The learner's part of the settings, which has the same names."""
-    from rl_swarm.policies.learner import Learning
+    from rl_swarm.policies.engine import Learning
 
     values = {name: getattr(settings, name) for name in Learning.__dataclass_fields__ if name in Settings.model_fields}
     if settings.dtype == "auto":

@@ -22,7 +22,8 @@ from rl_swarm.errors import ModelError
 from rl_swarm.policies import memory, saving
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs, token_logprobs
 from rl_swarm.policies.sampling import Recorder, Sampled
 from rl_swarm.policies.tokens import Tokens

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
-from rl_swarm.policies.batches import Batch, Padded, TrainingSequence, longest, micro_batches, pad
-from rl_swarm.policies.memory import Counts, Work, default_micro_batch, estimate, free_memory, is_out_of_memory
+from rl_swarm.policies.batches import Batch, TrainingSequence, longest, micro_batches, pad
+from rl_swarm.policies.engine import Learning, Models, Weights
+from rl_swarm.policies.figures import Figures, note_gap
+from rl_swarm.policies.memory import GIB, Work, default_micro_batch, estimate, free_memory, is_out_of_memory
 from rl_swarm.policies.sampling import Sampled, draws
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
@@ -29,89 +28,6 @@ from rl_swarm.types import Question, Rollout, ScoredGroup
 
 # No tokenizer makes one token of more characters than this, runs of spaces included.
 LONGEST_TOKEN = 128
-
-Weights = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """The learner's settings, as plain values."""
-
-    learning_rate: float
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    loss: str = "grpo"
-    advantage: str = "std"
-    aggregate: str = "token"
-    minibatches: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_beta: float = 0.0
-    negative_weight: float = 1.0
-    off_policy: str = "damp"
-    peer_negative_weight: float = 0.2
-    max_grad_norm: float = 1.0
-    micro_batch_tokens: int | None = None
-    dtype: str = "float32"
-    gradient_checkpointing: bool = False
-    lora_rank: int = 0
-    chat_template: str = "auto"
-
-
-class Models(Protocol):
-    """The models of K nodes: what they compute, their gradients, their optimiser."""
-
-    name: str
-    context: int
-    vocabulary: int
-    device: torch.device
-
-    def sample(
-        self,
-        prompts: Sequence[Sequence[Sequence[int]]],
-        uniform_KSC: Tensor,
-        *,
-        ends: Sequence[int],
-        temperature: float,
-        top_p: float,
-    ) -> Sampled:
-        """Completions for Q prompts of each node, one per row of uniform numbers."""
-        ...
-
-    def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every completion token, (K, S, C), differentiable in the weights."""
-        ...
-
-    def reference_logprobs(self, padded: Padded, temperature: float) -> Tensor:
-        """The same under the weights the models started from."""
-        ...
-
-    def gradients(self, k: int) -> Weights:
-        """What has been accumulated for node k, under the weights' names."""
-        ...
-
-    def drop_gradients(self) -> None: ...
-
-    def step(self, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:
-        """Update the active nodes, using up the gradients; returns each node's gradient norm and whether it moved."""
-        ...
-
-    def weights(self, k: int) -> Weights:
-        """A copy of node k's weights on the CPU, under the names they are saved by."""
-        ...
-
-    def state(self, k: int) -> dict[str, Any]:
-        """Weights and optimiser of node k on the CPU, to be written out before anything moves again."""
-        ...
-
-    def load_state(self, k: int, state: Mapping[str, Any]) -> None:
-        """The reverse. Raises CheckpointError, and changes nothing, if the state is of another model."""
-        ...
-
-    def counts(self) -> Counts:
-        """The models in numbers, for an estimate of the memory they will take."""
-        ...
 
 
 class Learner:
@@ -215,7 +131,7 @@ class Learner:
 
     def update(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, dict[str, float]]:
         minibatches = self._minibatches(batches)
-        figures = [_Figures() for _ in self._nodes]
+        figures = [Figures() for _ in self._nodes]
         self._look_back(minibatches, figures)
         for minibatch in minibatches:
             for k, batch in enumerate(minibatch):
@@ -230,15 +146,19 @@ class Learner:
             norm_K, moved_K = self._models.step(active_K, self._learning.learning_rate, self._learning.max_grad_norm)
             for k in active_K.nonzero().flatten().tolist():
                 figures[k].step(float(norm_K[k]), bool(moved_K[k]))
-        backoffs, self._backoffs = self._backoffs, 0
-        return {node: figures[k].row() | {"memory_backoffs": backoffs} for k, node in enumerate(self._nodes)}
+        shared: dict[str, float] = {"memory_backoffs": self._backoffs}
+        self._backoffs = 0
+        if self._models.device.type == "cuda":
+            shared["device_gib"] = torch.cuda.max_memory_allocated(self._models.device) / GIB
+            torch.cuda.reset_peak_memory_stats(self._models.device)
+        return {node: figures[k].row() | shared for k, node in enumerate(self._nodes)}
 
     def gradients(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, Weights]:
         """The gradient each node would step along in a round of one update; nothing moves."""
         minibatch, *later = self._minibatches(batches)
         assert not later, "with several updates a round there is no one gradient"
-        self._look_back([minibatch], [_Figures() for _ in self._nodes])
-        self._in_micro_batches(minibatch, partial(self._pass, minibatch), [_Figures() for _ in self._nodes])
+        self._look_back([minibatch], [Figures() for _ in self._nodes])
+        self._in_micro_batches(minibatch, partial(self._pass, minibatch), [Figures() for _ in self._nodes])
         found = {node: self._models.gradients(k) for k, node in enumerate(self._nodes)}
         self._models.drop_gradients()
         return found
@@ -306,7 +226,7 @@ class Learner:
         ids = self._tokens.encode(rollout.text)
         return ids if rollout.truncated else [*ids, self._tokens.end]
 
-    def _look_back(self, minibatches: Sequence[Sequence[Batch]], figures: Sequence[_Figures]) -> None:
+    def _look_back(self, minibatches: Sequence[Sequence[Batch]], figures: Sequence[Figures]) -> None:
         """Note log-probs under the weights the round begins with, wherever they will be needed once these have moved.
 
         The first update needs none, its ratio is 1; unless peers' text is corrected for who wrote it.
@@ -323,11 +243,11 @@ class Learner:
                 for batch in minibatch:
                     self._correct(batch)
 
-    def _note_old(self, slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[_Figures]) -> None:
+    def _note_old(self, slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[Figures]) -> None:
         padded = pad(slices, self._models.device)
         with torch.no_grad():
             logp_KSC, _ = self._models.logprobs(padded, self._learning.temperature)
-        _note_gap(figures, padded, logp_KSC)
+        note_gap(figures, padded, logp_KSC)
         rows = logp_KSC.tolist()
         for k, sequences in enumerate(slices):
             for s, sequence in enumerate(sequences):
@@ -350,13 +270,13 @@ class Learner:
     def _in_micro_batches(
         self,
         minibatch: Sequence[Batch],
-        visit: Callable[[Sequence[Sequence[TrainingSequence]], Sequence[_Figures]], None],
-        figures: Sequence[_Figures],
+        visit: Callable[[Sequence[Sequence[TrainingSequence]], Sequence[Figures]], None],
+        figures: Sequence[Figures],
     ) -> None:
         """Visit a minibatch piece by piece. Out of memory: again from the start in smaller pieces."""
         while True:
             slices = micro_batches(minibatch, self._micro_batch_tokens)
-            gathered = [_Figures() for _ in self._nodes]
+            gathered = [Figures() for _ in self._nodes]
             try:
                 for start, stop in slices:
                     visit([batch.sequences[start:stop] for batch in minibatch], gathered)
@@ -379,7 +299,7 @@ class Learner:
                 return
 
     def _pass(
-        self, minibatch: Sequence[Batch], slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[_Figures]
+        self, minibatch: Sequence[Batch], slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[Figures]
     ) -> None:
         """Forward and backward of one micro-batch: gradients add up in the models, figures in `figures`."""
         learning, models = self._learning, self._models
@@ -405,7 +325,7 @@ class Learner:
         loss_K = (losses_KSC * weights_KSC).sum((1, 2))
         loss_K.sum().backward()  # type: ignore[no-untyped-call]
 
-        _note_gap(figures, padded, said)
+        note_gap(figures, padded, said)
         sums_K = torch.stack(
             [
                 loss_K.detach().double(),
@@ -449,77 +369,3 @@ class Learner:
 
 # The length of a usual prompt, for the estimate before any is known.
 LIKELY_PROMPT = 128
-
-
-@dataclass(slots=True)
-class _Figures:
-    """What one node's row says of its round of learning."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    seen: float = 0.0
-    unlikely: float = 0.0
-    gap: float | None = None
-    norms: float = 0.0
-    updates: int = 0
-    dropped: int = 0
-    trained_tokens: int = 0
-
-    def add(self, other: _Figures) -> None:
-        """Take in the figures of one update's passes."""
-        self.loss += other.loss
-        self.entropy += other.entropy
-        self.clipped += other.clipped
-        self.seen += other.seen
-        self.unlikely += other.unlikely
-        if other.gap is not None:
-            self.gap = max(self.gap or 0.0, other.gap)
-
-    def step(self, norm: float, moved: bool) -> None:
-        self.norms += norm
-        self.updates += moved
-        self.dropped += not moved
-
-    def row(self) -> dict[str, float]:
-        """Means over tokens and updates; where there was nothing to learn from, nothing is claimed."""
-        tried = self.updates + self.dropped
-        row: dict[str, float] = {
-            "loss": self.loss / max(1, tried),
-            "grad_norm": self.norms / max(1, tried),
-            "trained_tokens": self.trained_tokens,
-            "updated": float(self.updates > 0),
-            "dropped_updates": self.dropped,
-        }
-        if self.seen:
-            row |= {
-                "entropy": self.entropy / self.seen,
-                "clip_fraction": self.clipped / self.seen,
-                "unlikely_texts": self.unlikely,
-            }
-        if self.gap is not None:
-            row["logprob_gap"] = self.gap
-        return row
-
-
-def _note_gap(figures: Sequence[_Figures], padded: Padded, logp_KSC: Tensor) -> None:
-    """How far the log-probs of training are from those of sampling, at the worst token of the node's own.
-
-    Only under the weights they were sampled with: where older log-probs are known, that was noted when they were.
-    """
-    known_KSC = ~padded.sampled_KSC.isnan() & padded.old_KSC.isnan() & padded.real_KSC.bool()
-    distance_KSC = (logp_KSC - padded.sampled_KSC).abs().masked_fill(~known_KSC, 0.0)
-    known_K = known_KSC.flatten(1).any(1).tolist()
-    for one, known, worst in zip(figures, known_K, distance_KSC.flatten(1).amax(1).tolist(), strict=True):
-        if known:
-            one.gap = max(one.gap or 0.0, worst)
-
-
-def pick_device(wanted: str) -> str:
-    """The device to compute on. `auto` takes cuda, then mps, then cpu."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return next(name for name, available in there.items() if available)
-    if not there[wanted]:
-        raise ModelError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
-    return wanted

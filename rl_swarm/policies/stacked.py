@@ -17,7 +17,8 @@ from rl_swarm.policies import memory, sampling, saving
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
 from rl_swarm.policies.decoder import Shape, Weights, forward, logits, read_shape, read_weights, stack
-from rl_swarm.policies.learner import Learner, Learning
+from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs
 from rl_swarm.policies.tokens import Tokens
 
