@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rl_swarm.allocation import Allocation, allocate, seen
 from rl_swarm.errors import LearningFailed
+from rl_swarm.evaluation import Evaluation, evaluate
 from rl_swarm.experiment import Experiment, PublishedFile
 from rl_swarm.gathering import Gathered, PeerReader, score
 from rl_swarm.plan import Plan, account, make_plan, read_plans, vote, write_plan
@@ -26,9 +27,6 @@ from rl_swarm.randomness import named_rng, named_seed
 from rl_swarm.selection import RULES
 from rl_swarm.settings import Settings
 from rl_swarm.types import Question, RolloutGroup, ScoredGroup, Step
-
-# Evaluation draws the same held-out questions for every node of every experiment with the same seed.
-EVERYONE = "everyone"
 
 # Updates that were not numbers, one after the other, before a node gives up.
 MOST_DROPPED = 3
@@ -57,24 +55,6 @@ class _Choice:
     chosen: list[ScoredGroup]
     plan: Plan
     gone: Counter[str]
-
-
-class Evaluation(NamedTuple):
-    """Rewards of one node on held-out questions, in order: one sampled answer each, and the likeliest one."""
-
-    sampled: list[float]
-    greedy: list[float]
-    tasks: list[str]
-
-    def figures(self) -> dict[str, Any]:
-        by_task: dict[str, list[float]] = defaultdict(list)
-        for task, reward in zip(self.tasks, self.sampled, strict=True):
-            by_task[task].append(reward)
-        return {
-            "eval_reward": fmean(self.sampled),
-            "eval_reward_greedy": fmean(self.greedy),
-            "eval_by_task": {task: fmean(rewards) for task, rewards in sorted(by_task.items())},
-        }
 
 
 class Host:
@@ -266,28 +246,8 @@ class Host:
     # Held-out questions
 
     def evaluate(self) -> dict[str, Evaluation]:
-        """Each node's mean reward on held-out questions, off the training path: nothing of it is learned from."""
-        settings = self.settings
-        start = Step(0)
-        questions = self.task.sample(settings.eval_questions, self._rng(EVERYONE, "evaluate", start), held_out=True)
-        asked = dict.fromkeys(self.nodes, questions)
-        seeds = {node: self._seed(node, "evaluate", start) for node in self.nodes}
-
-        def rewards(greedy: bool) -> dict[str, list[float]]:
-            answers = self.policy.generate(asked, 1, seeds, greedy=greedy)
-            return {
-                node: [
-                    score(
-                        self.task, RolloutGroup(node, start, "", question, rollouts), settings.truncated_completions
-                    ).mean_reward
-                    for question, rollouts in zip(questions, given, strict=True)
-                ]
-                for node, given in answers.items()
-            }
-
-        sampled, greedy = rewards(greedy=False), rewards(greedy=True)
-        tasks = [question.name.task for question in questions]
-        return {node: Evaluation(sampled[node], greedy[node], tasks) for node in self.nodes}
+        """How each node does on held-out questions, off the training path."""
+        return evaluate(self.nodes, self.task, self.policy, self.settings)
 
     def _is_evaluated(self, step: Step) -> bool:
         every = self.settings.eval_every

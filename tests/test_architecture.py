@@ -20,7 +20,7 @@ LAYERS = [
     {"settings", "codec", "records"},
     {"stores", "policies", "models.pico"},
     {"experiment"},
-    {"lease", "gathering", "plan", "prune", "allocation"},
+    {"lease", "gathering", "plan", "prune", "allocation", "evaluation"},
     {"host", "coordinator", "monitor", "waiting"},
     {"checkpoints", "heart"},
     {"card", "export", "simulate", "rounds"},
