@@ -54,9 +54,11 @@ def seen(row: Mapping[str, Any]) -> Seen:
 def allocate(settings: Settings, history: Iterable[Seen], step: Step) -> Allocation:
     """The node's I and J at a step: a function of what it recorded before, so that a replayed round has the same."""
     configured = Allocation(settings.num_train_samples, settings.num_transplant_trees)
+    if not settings.adaptive_ij_enabled:
+        return configured
     recent = sorted(one for one in history if one.step < step)[-WINDOW:]
     groups = sum(one.groups for one in recent)
-    if not settings.adaptive_ij_enabled or not groups:
+    if not groups:
         return configured
     total = sum(configured)
     chance = sum(one.informative for one in recent) / groups

@@ -92,6 +92,12 @@ def _settings(experiment: Experiment, node: str) -> dict[str, str]:
         "peers' groups a round (J)": "num_transplant_trees",
         "answers a question (G)": "num_generations",
         "learning rate": "learning_rate",
+        "loss": "loss",
+        "rule for peers' text": "off_policy",
+        "weight of the KL term": "kl_beta",
+        "LoRA rank (0: the whole model)": "lora_rank",
+        "temperature": "temperature",
+        "examples before a question": "prompt_examples",
         "seed": "seed",
     }
     started = experiment.last_start(node)

@@ -1,8 +1,9 @@
 """Rollout files <-> values: schema-checked JSON with a limit on every size.
 
 A file is checked from the outside in: bytes, JSON and schema, identity (run, owner, step), then each group by itself.
-What fails is raised as MalformedRecord with a one-word reason, for the reader to count. Nothing received is executed,
-and a peer's reward and log-prob are carried for display only: the receiver scores for itself.
+What fails is raised as MalformedRecord with a one-word reason, for the reader to count. Nothing received is executed. A
+peer's reward is for display only: the receiver scores for itself. Its log-prob says how much its own text should count
+under some rules (OFF_POLICY).
 """
 
 from __future__ import annotations

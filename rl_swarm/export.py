@@ -15,9 +15,13 @@ from rl_swarm.experiment import Experiment
 from rl_swarm.monitor.screen import visible
 from rl_swarm.monitor.status import experiment_status, metric_rows
 from rl_swarm.policies import model_folder
+from rl_swarm.policies.chat import read_json
 
-# What a model folder holds beside weights: configuration, tokenizer, chat template.
-DESCRIPTIONS = (".json", ".jinja", ".txt", ".model")
+# What a model folder holds beside weights: configuration, tokenizer, chat template. Nothing else is copied: the name of
+# the folder stands in a record that others can write, and it might be one that is no model's.
+DESCRIPTIONS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"}
+DESCRIPTIONS |= {"special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.txt", "chat_template.jinja"}
+DESCRIPTIONS |= {"chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
 
 
 class Checkpoint(NamedTuple):
@@ -87,8 +91,8 @@ def export_model(
 
     node, model, round = checkpoint
     source = model_folder(model, token)
-    if not (source / "config.json").is_file():
-        raise ModelError(f"{source} is no model folder: config.json is missing.")
+    if "model_type" not in read_json(source / "config.json"):
+        raise ModelError(f"{source} is no model folder: it has no config.json that names a model_type.")
     try:
         weights = read_saved_weights(experiment.read_checkpoint(node, round))
         if is_adapter(weights):
@@ -101,7 +105,7 @@ def export_model(
         ) from None
     out.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.suffix in DESCRIPTIONS and not path.name.startswith(".") and not path.name.endswith(".index.json"):
+        if path.name in DESCRIPTIONS:
             shutil.copyfile(path, out / path.name)
     _say_float32(out / "config.json")
     try:
@@ -113,6 +117,6 @@ def export_model(
 
 def _say_float32(path: Path) -> None:
     """Weights were trained, and are exported, in float32; a base model's word for less would round them when loaded."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     path.write_text(json.dumps(config | dict.fromkeys(names, "float32"), indent=2) + "\n", encoding="utf-8")

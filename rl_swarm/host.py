@@ -123,7 +123,8 @@ class Host:
 
     def _publish(self, step: Step, part: int | None, groups: Mapping[str, Sequence[ScoredGroup]]) -> None:
         for node, scored in groups.items():
-            self.experiment.publish(node, step, part, self._clock(), self.settings.model_name, scored)
+            if scored:
+                self.experiment.publish(node, step, part, self._clock(), self.settings.model_name, scored)
 
     # Second half
 
@@ -168,8 +169,8 @@ class Host:
                 self._dropped[node] = 0
             if self._dropped[node] >= MOST_DROPPED:
                 raise LearningFailed(
-                    f"{node} ends: in its last {MOST_DROPPED} updates loss or gradient was not a finite number. Its "
-                    "weights are those before them. Try a lower LEARNING_RATE, DTYPE=float32, or another model."
+                    f"{node} ends: in its last {MOST_DROPPED} rounds loss or gradient was not a finite number. "
+                    "Its weights are those before them. Try a lower LEARNING_RATE, DTYPE=float32, or another model."
                 )
 
     def replay(self, step: Step, nodes: Sequence[str]) -> int:

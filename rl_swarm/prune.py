@@ -15,9 +15,11 @@ def prune_rollouts(experiment: Experiment, node: str, step: Step, settings: Sett
     What stays: the rounds asked for; those inside the staleness window; those a restarted peer replays from its last
     checkpoint; and everything since the round that the slowest peer has not learned yet.
     """
-    reach = max(settings.rollout_keep_last_n_rounds, settings.rollout_staleness + 1 + settings.checkpoint_interval)
+    # A checkpoint is written in the background: at the worst the one before it is the newest there is.
+    replayed = 2 * settings.checkpoint_interval
+    reach = max(settings.rollout_keep_last_n_rounds, settings.rollout_staleness + 1 + replayed)
     oldest_kept = step.round - reach + 1
-    lag = settings.rollout_staleness + settings.checkpoint_interval
+    lag = settings.rollout_staleness + replayed
     for peer in experiment.peers().known.values():
         behind = (peer.learned_step or Step(0)).round - lag
         # Whoever is so far behind is dead or starts anew; it must not keep everything for ever.

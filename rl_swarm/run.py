@@ -28,7 +28,7 @@ from rl_swarm.models.pools import AUTO, Choice, choose_model, is_pooled
 from rl_swarm.policies import gpu_memory, model_is_findable, open_policy
 from rl_swarm.protocols import Store
 from rl_swarm.rounds import Rounds
-from rl_swarm.settings import Settings, public
+from rl_swarm.settings import Settings, fields, group_of, public
 from rl_swarm.stores import open_store
 from rl_swarm.stores.patient import PatientStore
 from rl_swarm.tasks import open_tasks
@@ -80,6 +80,7 @@ def work(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher,
         say = _logged(watcher, experiment, nodes)
         say(f"{', '.join(nodes)} joined {experiment.name} (rl-swarm {__version__}) with {settings.model_name}")
         for node in nodes:
+            _tell_changes(experiment, node, settings, say)
             experiment.append_start(node, public(settings), time.time())
         host = Host(experiment, nodes, task, policy, settings)
         say(host.policy.about(settings.num_train_samples, settings.num_transplant_trees, settings.num_generations))
@@ -230,6 +231,12 @@ def _check_models(experiment: Experiment, nodes: Sequence[str], settings: Settin
                 f"MODEL_NAME={settings.model_name!r} is not allowed for {node}: it was trained as "
                 f"{known[node].model!r} in {experiment.name}; give that, or another NODE_ID."
             )
+        before = experiment.last_start(node).get("lora_rank", settings.lora_rank)
+        if before != settings.lora_rank and experiment.checkpoint_rounds(node):
+            raise SettingsError(
+                f"LORA_RANK={settings.lora_rank} is not allowed for {node}: its checkpoints in {experiment.name} were "
+                f"made with {before}; give that, or another NODE_ID."
+            )
 
 
 def _tell_differences(experiment: Experiment, settings: Settings, say: Callable[[str], None]) -> None:
@@ -238,6 +245,23 @@ def _tell_differences(experiment: Experiment, settings: Settings, say: Callable[
         theirs, ours = experiment.birth.settings.get(name), getattr(settings, name)
         if theirs is not None and theirs != ours:
             say(f"note: {name.upper()} is {ours} here; the experiment was made with {theirs}")
+
+
+# Of the learner's settings, those that change how and not what is learned.
+_MERE_MEANS = {"eval_every", "eval_questions", "micro_batch_tokens", "gradient_checkpointing"}
+
+
+def _tell_changes(experiment: Experiment, node: str, settings: Settings, say: Callable[[str], None]) -> None:
+    """A restarted node may have other settings; what it replays is then not quite what it did."""
+    before = experiment.last_start(node)
+    names = [name for name, field in fields().items() if group_of(field) == "learning" and name not in _MERE_MEANS]
+    changed = [
+        f"{name.upper()} was {before[name]} and is {getattr(settings, name)}"
+        for name in (*names, "seed", "num_train_samples", "num_transplant_trees", "num_generations")
+        if name in before and before[name] != getattr(settings, name)
+    ]
+    if changed:
+        say(f"note: {node} was last started otherwise: {'; '.join(changed)}. Rounds done again have the new values.")
 
 
 def _waiter(stop: Stop, watcher: Watcher) -> Callable[[StoreUnavailable, int], None]:

@@ -244,11 +244,13 @@ class Settings(BaseSettings):
         "8192; on a CPU fewer where they would take more than 512 MiB",
     )
     gradient_checkpointing: bool = _setting(False, "learning", "Recompute layers instead of keeping them: less memory.")
-    lora_rank: Count = _setting(
-        0, "learning", "Train LoRA adapters of this rank instead of whole models; 0: whole models."
+    lora_rank: Annotated[int, Field(ge=0, le=1024)] = _setting(
+        0,
+        "learning",
+        "Train LoRA adapters of this rank instead of whole models; 0: whole models. They bear a higher LEARNING_RATE.",
     )
     adaptive_ij_enabled: bool = _setting(
-        False, "sharing", "Move J with the measured share of informative groups, I+J fixed."
+        False, "sharing", "Move J with the measured share of informative groups, I+J fixed; J is then at least 1."
     )
     eval_every: Count = _setting(0, "learning", "Rounds between evaluations on held-out questions; 0: never.")
     eval_questions: Positive = _setting(64, "learning", "Held-out questions in an evaluation.")

@@ -71,7 +71,7 @@ TROUBLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "half the weights": (half_the_weights, "cannot be read"),
     "another vocabulary": (other_vocabulary, "The tokenizer knows 52 tokens, the model only 40"),
     "another shape": (other_shape, "config.json implies"),
-    "a context too short": (short_context, "lower MAX_NEW_TOKENS or choose other TASKS"),
+    "a context too short": (short_context, "lower MAX_NEW_TOKENS or PROMPT_EXAMPLES, or choose other TASKS"),
     "no end of text": (no_end, "names no end-of-text token"),
     "an unknown kind": (unknown_kind, "cannot be loaded"),
 }

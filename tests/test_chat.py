@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import Tokenizer
 
 from rl_swarm.errors import ModelError
 from rl_swarm.models import PICO_FOLDER
@@ -29,6 +30,8 @@ TEMPLATES = {
     "json": "{{ messages[0] | tojson }}{{ tools is none }}",
     "a thinking phase": "{{ messages[0].content }}"
     "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
+    "marks of what the model wrote": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}",
     "namespaces and slices": "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}"
     "{% endfor %}{{ ns.n }}{{ messages[0]['content'][:4] }}",
 }
@@ -82,6 +85,8 @@ def test_without_a_template_or_when_told_so_the_text_goes_in_as_it_is(tmp_path: 
         "{{ raise_exception('only with a system message') }}",
         "{% for m in messages %}",
         "{{ nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
     ],
 )
 def test_a_template_that_cannot_or_must_not_be_used_is_one_sentence(template: str, tmp_path: Path) -> None:
@@ -109,3 +114,14 @@ def test_a_tokenizer_of_the_older_form_is_read_too(tmp_path: Path) -> None:
     tokens = Tokens(tmp_path)
     assert tokens.decode(tokens.encode("cabd")) == "cabd"
     assert len(tokens.encode("cabd")) == 3
+
+
+def test_stored_truncation_and_padding_touch_no_text(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, None)
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.enable_truncation(8)
+    stored.enable_padding(length=12)
+    stored.save(str(folder / "tokenizer.json"))
+    text = "123456789012345678"
+    assert Tokens(folder).encode_prompt(text) == Tokens(PICO_FOLDER).encode_prompt(text)
+    assert len(Tokens(folder).encode("12")) == 2

@@ -429,7 +429,7 @@ def rounds_of(swarm: Swarm, node: str, prefix: str = "rollouts/") -> list[int]:
     return sorted(int(key.partition("round_")[2].partition("/")[0]) for key in keys)
 
 
-RETENTION: dict[str, Any] = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 3, "checkpoint_interval": 1}
+RETENTION: dict[str, Any] = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 4, "checkpoint_interval": 1}
 
 
 def aged(archive: bool = False, learned: dict[str, int] | None = None, left: str = "", **given: Any) -> Swarm:
@@ -450,7 +450,7 @@ def aged(archive: bool = False, learned: dict[str, int] | None = None, left: str
 
 def test_old_files_of_its_own_go_and_those_of_others_stay() -> None:
     swarm = aged()
-    assert rounds_of(swarm, "ada") == [5, 6, 7]
+    assert rounds_of(swarm, "ada") == [4, 5, 6, 7]
     assert rounds_of(swarm, "bob") == rounds_of(swarm, "cleo") == list(range(8))
     assert len(swarm.experiment.metrics("ada").rows) == 8
     assert list(swarm.experiment.store.keys("archives/")) == []
@@ -460,7 +460,7 @@ def test_archived_files_move_to_the_archive_unchanged() -> None:
     swarm, kept = aged(archive=True), aged(rollout_cleanup_enabled=False)
     assert rounds_of(swarm, "ada", "rollouts/") == list(range(8))
     assert list(swarm.experiment.store.keys("archives/")) == [
-        f"archives/trial/rollouts/round_{round}/stage_0/ada.json" for round in range(5)
+        f"archives/trial/rollouts/round_{round}/stage_0/ada.json" for round in range(4)
     ]
     assert rounds_of(kept, "ada") == list(range(8))
     archived = json.loads(swarm.experiment.store.get("archives/trial/rollouts/round_2/stage_0/ada.json"))
@@ -473,12 +473,12 @@ def test_without_cleanup_nothing_goes() -> None:
 
 
 def test_what_a_slow_peer_has_not_learned_from_stays() -> None:
-    kept = rounds_of(aged(learned={"bob": 3}), "ada")
-    assert kept == [1, 2, 3, 4, 5, 6, 7], "round 3, by staleness the one before, by its checkpoint one more"
+    kept = rounds_of(aged(learned={"bob": 4}), "ada")
+    assert kept == [1, 2, 3, 4, 5, 6, 7], "round 4, by staleness the one before, by its checkpoints two more"
 
 
 def test_a_peer_that_left_holds_up_nothing() -> None:
-    assert rounds_of(aged(learned={"bob": 0}, left="bob"), "ada") == [5, 6, 7]
+    assert rounds_of(aged(learned={"bob": 0}, left="bob"), "ada") == [4, 5, 6, 7]
 
 
 def test_a_peer_that_has_not_been_heard_of_for_ages_holds_up_nothing() -> None:
@@ -489,12 +489,13 @@ def test_a_peer_that_has_not_been_heard_of_for_ages_holds_up_nothing() -> None:
     for round in range(51):
         swarm.experiment.publish("ada", Step(round), None, 0.0, "toy", [])
     assert prune_rollouts(swarm.experiment, "ada", Step(20), swarm.settings) == 0
-    assert prune_rollouts(swarm.experiment, "ada", Step(50), swarm.settings) == 48
-    assert rounds_of(swarm, "ada") == [48, 49, 50]
+    assert prune_rollouts(swarm.experiment, "ada", Step(50), swarm.settings) == 47
+    assert rounds_of(swarm, "ada") == [47, 48, 49, 50]
 
 
 def test_what_a_restarted_peer_replays_from_its_checkpoint_stays() -> None:
-    assert rounds_of(aged(rollout_keep_last_n_rounds=1, checkpoint_interval=4), "ada") == [2, 3, 4, 5, 6, 7]
+    """From the one before its newest, which may not have been written yet when it was killed."""
+    assert rounds_of(aged(rollout_keep_last_n_rounds=1, checkpoint_interval=2), "ada") == [2, 3, 4, 5, 6, 7]
 
 
 # Experiments of the same name

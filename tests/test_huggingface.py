@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from swarms import ask
 
 from rl_swarm.errors import CheckpointError, ModelError
@@ -20,13 +21,13 @@ from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.saving import read_saved_weights
 from rl_swarm.policies.stacked import stacked_learner
 from rl_swarm.settings import load
-from rl_swarm.tasks.arithmetic import Arithmetic
 from rl_swarm.types import RolloutGroup, ScoredGroup, Step
 
 pytestmark = pytest.mark.torch
 torch.set_num_threads(1)
 
-LEARNING = Learning(learning_rate=1e-3, max_new_tokens=6, temperature=0.9, micro_batch_tokens=200)
+LEARNING = Learning(learning_rate=1e-3, max_new_tokens=6, temperature=1.5, micro_batch_tokens=200)
+NONSENSE = ["what?", "abc", "z(q)", "why, why", "9a9", "(((", "x/y=", "sum of"]
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "bos_token_id": None}
 SMALL |= {"pad_token_id": 0}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -51,7 +52,8 @@ def learning(**changes: object) -> Learning:
 
 def groups(policy: Learner, nodes: list[str], seed: int = 0) -> dict[str, list[ScoredGroup]]:
     rng = random.Random(seed)
-    questions = {node: Arithmetic().sample(2, rng) for node in nodes}
+    # Nothing the model knows an answer to: siblings must differ, or their advantages cancel.
+    questions = {node: ask(*rng.sample(NONSENSE, 2)) for node in nodes}
     answers = policy.generate(questions, 4, {node: seed + number for number, node in enumerate(nodes)})
     return {
         node: [
@@ -176,10 +178,24 @@ def test_adapters_start_as_the_base_model_learn_apart_and_leave_it_alone() -> No
     assert answers["a"] != answers["b"]
 
 
-def test_adapters_are_held_near_the_base_model_by_a_kl_term() -> None:
-    policy = huggingface_learner(["a"], PICO_FOLDER, learning(lora_rank=4, kl_beta=0.1), "cpu")
-    batch = groups(policy, ["a"])
-    assert policy.update(batch)["a"]["updated"] == 1.0
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kl_beta", [0.0, 0.2])
+def test_adapters_of_several_nodes_have_the_gradients_of_single_ones(kl_beta: float, checkpointed: bool) -> None:
+    """peft switches adapters for the whole model at once, also while a node's gradient is still to come."""
+    nodes = ["a", "b", "c"]
+    chosen = learning(lora_rank=4, kl_beta=kl_beta, gradient_checkpointing=checkpointed, learning_rate=1e-2)
+    together = huggingface_learner(nodes, PICO_FOLDER, chosen, "cpu")
+    batch = groups(together, nodes)
+    together.update(batch)  # apart from each other, and from the base model
+    found = together.gradients(batch)
+    for node in nodes:
+        alone = huggingface_learner([node], PICO_FOLDER, learning(lora_rank=4, kl_beta=kl_beta), "cpu")
+        alone.load(node, together.save(node, {}), {})
+        for name, gradient in alone.gradients({node: batch[node]})[node].items():
+            assert (found[node][name] - gradient).norm() < 1e-4 * gradient.norm() + 1e-7, (node, name)
+        assert max(float(gradient.norm()) for gradient in found[node].values()) > 1e-3
+    for row in together.update(batch).values():
+        assert (row["kl"] > 0) if kl_beta else ("kl" not in row)
 
 
 def test_a_checkpoint_of_adapters_is_small_exact_and_of_its_rank_alone() -> None:
@@ -228,11 +244,32 @@ def test_a_folder_transformers_cannot_load_is_one_sentence(tmp_path: Path) -> No
         huggingface_learner(["a"], tmp_path, LEARNING, "cpu")
 
 
-def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+def test_code_that_comes_with_a_model_is_not_run_whoever_would_agree_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}'
     )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ModelError):
         huggingface.load_model(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_with_a_weight_missing_is_refused_and_not_filled_with_noise(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(**SMALL, **ATTENTION, max_position_embeddings=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks the weight model\.layers\.1\.mlp\.up_proj\.weight"):
+        huggingface.load_model(tmp_path)
+
+
+def test_dropout_is_off_under_whatever_name(tmp_path: Path) -> None:
+    config = transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config.intermediate_size, config.is_decoder = 48, True
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = huggingface.load_model(tmp_path)
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))

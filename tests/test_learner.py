@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -685,3 +687,58 @@ def test_unlikely_texts_are_counted_among_peers_alone() -> None:
     models.logprob = torch.tensor(-3.9, requires_grad=True)
     models.norms = [1.0]
     assert by_hand(models).update({"a": [own, theirs]})["a"]["unlikely_texts"] == 0
+
+
+# What must not happen again
+
+
+def test_a_policy_that_is_no_longer_used_gives_its_memory_back() -> None:
+    policy = make_policy(["a"])
+    policy.update(sampled_groups(policy, ["a"]))
+    models = weakref.ref(policy._models)
+    del policy
+    gc.collect()
+    assert models() is None
+
+
+def test_a_node_whose_only_texts_count_for_nothing_does_not_move_on_momentum() -> None:
+    policy = make_policy(["a"])
+    groups = sampled_groups(policy, ["a"])
+    policy.update(groups)
+    before = policy.node_weights("a")
+    question = ask("1+2=")[0]
+    noise = RolloutGroup("peer", Step(0), "0", question, (Rollout("z)q)z)q"), Rollout("q)z(q)z(")))
+    row = policy.update({"a": [ScoredGroup(noise, (1.0, 0.0))]})["a"]
+    assert (row["unlikely_texts"], row["updated"], row["dropped_updates"]) == (2, 0.0, 0)
+    assert all(torch.equal(before[name], weight) for name, weight in policy.node_weights("a").items())
+
+
+def test_a_peers_text_that_goes_on_after_its_end_does_not_fit() -> None:
+    policy = make_policy(["a"])
+    (question,) = ask("1+1=")
+    assert policy.fits(question, [Rollout("12")])
+    assert not policy.fits(question, [Rollout("1<eos>2")])
+    assert not policy.fits(question, [Rollout("1<eos>", truncated=True)])
+
+
+def test_a_cut_off_text_that_encodes_a_little_longer_is_cut_again() -> None:
+    """Sampled tokens need not be those the tokenizer would choose for their text."""
+    policy = make_policy(["a"])
+    (question,) = ask("1+1=")
+    slightly = Rollout("1234567890", truncated=True)
+    assert policy.fits(question, [slightly])
+    assert len(policy._encode_completion(slightly)) == LEARNING.max_new_tokens
+    assert not policy.fits(question, [Rollout("12345678901", truncated=True)])
+
+
+def test_a_peers_text_far_from_the_start_does_not_break_the_kl_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(["a"], kl_beta=0.1)
+
+    def reference(padded: Padded, temperature: float) -> Tensor:
+        return torch.where(padded.foreign_KS[..., None], 120.0, -1.0).expand_as(padded.real_KSC)
+
+    monkeypatch.setattr(policy._models, "reference_logprobs", reference)
+    own, theirs = sampled_groups(policy, ["a"])["a"]
+    theirs = as_text(replace(theirs, group=replace(theirs.group, node="peer")))
+    row = policy.update({"a": [own, theirs]})["a"]
+    assert (row["updated"], row["dropped_updates"]) == (1.0, 0)

@@ -111,3 +111,14 @@ def test_three_updates_that_are_no_numbers_end_the_node_with_the_reason_and_keep
     assert [(row["round"], row["dropped_updates"], row["updated"]) for row in rows] == [(r, 1, 0.0) for r in range(3)]
     kept = from_bytes(experiment(root).read_checkpoint("n_0", 1))[0]["weights"]
     assert all(torch.equal(kept[name], weight) for name, weight in load_file(folder / "model.safetensors").items())
+
+
+def test_another_lora_rank_is_refused_and_other_settings_are_said(tmp_path: Path) -> None:
+    finish(start(tmp_path, 1, MAX_ROUNDS="2"))
+    process = start(tmp_path, 1, LORA_RANK="4")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "LORA_RANK=4 is not allowed for n_0" in output and "made with 0" in output
+    assert experiment(tmp_path).checkpoint_rounds("n_0") == [1]
+    output = finish(start(tmp_path, 1, LEARNING_RATE="1e-5", MAX_ROUNDS="3"))
+    assert "n_0 was last started otherwise: LEARNING_RATE was 0.001 and is 1e-05" in output

@@ -99,5 +99,5 @@ def test_whoever_watches_sees_each_step_as_it_ends_and_the_clock_where_it_is() -
 def test_retention_works_in_a_simulation_too() -> None:
     kept = {"rollout_cleanup_enabled": True, "rollout_keep_last_n_rounds": 2, "checkpoint_interval": 1}
     experiment, rows = toy_run(MemoryStore(), **{**GIVEN, **kept, "max_rounds": 8})
-    assert experiment.rollout_rounds() == [4, 5, 6, 7], "out of reach of the window and of a restart"
+    assert experiment.rollout_rounds() == [3, 4, 5, 6, 7], "out of reach of the window and of a restart"
     assert plain(rows) == plain(toy_run(MemoryStore(), **{**GIVEN, "max_rounds": 8})[1])

@@ -34,7 +34,8 @@ class StackedAdam:
         """
         squares_K = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()])
         norm_K = squares_K.cpu().double().sum(0).sqrt()
-        moved_K = active_K & norm_K.isfinite()
+        # Without any gradient there is nothing to move along but momentum.
+        moved_K = active_K & norm_K.isfinite() & (norm_K > 0)
         self.steps_K += moved_K
         steps_K = self.steps_K.clamp(min=1)
         # A node that sits out has coefficients of zero: its moments and weights are multiplied by one and stay.

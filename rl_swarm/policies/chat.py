@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_swarm.errors import ModelError
@@ -23,19 +24,33 @@ from rl_swarm.types import Example
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for trainers that read it off a template: here it is only text."""
+
+    tags = {"generation"}  # noqa: RUF012 declared so by the library
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """Puts a question the way the model was taught to expect it, up to where its answer begins."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], folder: Path) -> None:
         self._tokens, self._folder = tokens, folder
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ModelError(f"{folder}: its chat template cannot be read: {error}.") from None
+            raise ModelError(
+                f"{folder}: its chat template cannot be read: {error}. CHAT_TEMPLATE=none does without."
+            ) from None
         self.render("1 + 1")  # what cannot be used is better known now
 
     def render(self, question: str, examples: Sequence[Example] = ()) -> str:
@@ -54,8 +69,11 @@ class ChatTemplate:
                 documents=None,
                 **self._tokens,
             )
-        except TemplateError as error:
-            raise ModelError(f"{self._folder}: its chat template does not take a plain question: {error}.") from None
+        except Exception as error:  # noqa: BLE001 a template is a program: it may fail in any way
+            raise ModelError(
+                f"{self._folder}: its chat template does not take a plain question: {error}. CHAT_TEMPLATE=none does "
+                "without."
+            ) from None
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:

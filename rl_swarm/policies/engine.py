@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rl_swarm.errors import ModelError
+from rl_swarm.errors import SettingsError
 from rl_swarm.policies.batches import Padded
 from rl_swarm.policies.memory import Counts
 from rl_swarm.policies.sampling import Sampled
@@ -107,5 +107,5 @@ def pick_device(wanted: str) -> str:
     if wanted == "auto":
         return next(name for name, available in there.items() if available)
     if not there[wanted]:
-        raise ModelError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
+        raise SettingsError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
     return wanted

@@ -19,6 +19,8 @@ class Figures:
     clipped: float = 0.0
     seen: float = 0.0
     unlikely: float = 0.0
+    divergence: float = 0.0
+    own_seen: float = 0.0
     gap: float | None = None
     norms: float = 0.0
     updates: int = 0
@@ -32,13 +34,16 @@ class Figures:
         self.clipped += other.clipped
         self.seen += other.seen
         self.unlikely += other.unlikely
+        self.divergence += other.divergence
+        self.own_seen += other.own_seen
         if other.gap is not None:
             self.gap = max(self.gap or 0.0, other.gap)
 
     def step(self, norm: float, moved: bool) -> None:
         self.norms += norm
         self.updates += moved
-        self.dropped += not moved
+        # A gradient of nothing at all is no failure.
+        self.dropped += not moved and norm != 0
 
     def row(self) -> dict[str, float]:
         """Means over tokens and updates; where there was nothing to learn from, nothing is claimed."""
@@ -56,6 +61,8 @@ class Figures:
                 "clip_fraction": self.clipped / self.seen,
                 "unlikely_texts": self.unlikely,
             }
+        if self.own_seen:
+            row["kl"] = self.divergence / self.own_seen
         if self.gap is not None:
             row["logprob_gap"] = self.gap
         return row

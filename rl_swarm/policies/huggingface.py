@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,11 @@ class HuggingfaceModels:
             self._models = [load_model(folder).to(device) for _ in range(count)]
             # Only a KL term looks back; with adapters the base model is the reference already.
             self._reference = load_model(folder).to(device) if learning.kl_beta else None
+        self._acts = 0
         if self._checkpointed:
+            chosen = {"use_reentrant": False, "context_fn": self._recomputing}
             for model in self._models:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen)
         config = self._models[0].config.get_text_config()
         self.vocabulary = int(self._models[0].get_input_embeddings().weight.shape[0])
         self.context = int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
@@ -78,13 +80,8 @@ class HuggingfaceModels:
     @contextmanager
     def _acting(self, k: int) -> Iterator[Any]:
         """Node k's model, in the compute type, with its adapter in place and without dropout."""
-        model = self._models[k]
-        if self._lora:
-            self._wrapped.set_adapter(_adapter(k))
-            # peft freezes the other adapters, of which some may still wait for their gradient.
-            for trained in self._trained:
-                for one in trained.values():
-                    one.requires_grad_(True)
+        model, self._acts = self._models[k], k
+        self._put_on(k)
         # transformers recomputes layers in training mode only; there is no dropout in either mode.
         model.train(self._checkpointed and torch.is_grad_enabled())
         try:
@@ -92,6 +89,26 @@ class HuggingfaceModels:
                 yield model
         finally:
             model.eval()
+            self._put_on(k)
+
+    def _put_on(self, k: int) -> None:
+        """Node k's adapter. peft also freezes the others, which may still wait for a gradient: they are thawed."""
+        if self._lora:
+            self._wrapped.set_adapter(_adapter(k))
+            for trained in self._trained:
+                for one in trained.values():
+                    one.requires_grad_(True)
+
+    def _recomputing(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For layers computed again on the way back, when another node's adapter is in place: put this one's back."""
+        k = self._acts
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            self._put_on(k)
+            yield
+
+        return nullcontext(), again()
 
     # What the models compute
 
@@ -249,15 +266,32 @@ def load_model(folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(folder)
+        # Left unset, the library would ask on a terminal whether to run the model's own code.
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name in vars(config):
-            if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
+            if ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float):
                 setattr(config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{folder} cannot be loaded: {reason}") from None
+    # What is missing the library fills in with random numbers.
+    if loaded["missing_keys"]:
+        raise ModelError(
+            f"{folder} lacks the weight {min(loaded['missing_keys'])}: it is no whole causal language model."
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return model.eval()
 
 
@@ -285,16 +319,18 @@ def _with_adapters(model: Any, count: int, rank: int) -> Any:
     except ImportError:
         raise ModelError("LORA_RANK needs the package peft: pip install peft.") from None
 
-    with torch.random.fork_rng(devices=[]):
-        for k in range(count):
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            config = LoraConfig(
-                r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-            )
-            if k == 0:
-                wrapped = get_peft_model(model, config, adapter_name=_adapter(0))
-            else:
+            wrapped = get_peft_model(model, config, adapter_name=_adapter(0))
+            for k in range(1, count):
+                torch.manual_seed(0)
                 wrapped.add_adapter(_adapter(k), config)
+    except ValueError as error:
+        raise ModelError(f"LORA_RANK is not possible with this model: {str(error).splitlines()[0]}") from None
     return wrapped
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
@@ -61,7 +62,8 @@ class Learner:
         if longest + self._learning.max_new_tokens > self._models.context:
             raise ModelError(
                 f"A prompt of {longest} tokens and {self._learning.max_new_tokens} new ones do not fit into the "
-                f"model's context of {self._models.context}: lower MAX_NEW_TOKENS or choose other TASKS."
+                f"model's context of {self._models.context}: lower MAX_NEW_TOKENS or PROMPT_EXAMPLES, or choose other "
+                "TASKS."
             )
         sampled = self._sample(encoded, group_size, [seeds[node] for node in self._nodes], greedy)
         answers: dict[str, list[tuple[Rollout, ...]]] = {}
@@ -143,7 +145,7 @@ class Learner:
                 continue
             self._in_micro_batches(minibatch, partial(self._pass, minibatch), figures)
             active_K = torch.tensor([bool(batch.sequences) for batch in minibatch])
-            norm_K, moved_K = self._models.step(active_K, self._learning.learning_rate, self._learning.max_grad_norm)
+            norm_K, moved_K = self._step(active_K)
             for k in active_K.nonzero().flatten().tolist():
                 figures[k].step(float(norm_K[k]), bool(moved_K[k]))
         shared: dict[str, float] = {"memory_backoffs": self._backoffs}
@@ -152,6 +154,17 @@ class Learner:
             shared["device_gib"] = torch.cuda.max_memory_allocated(self._models.device) / GIB
             torch.cuda.reset_peak_memory_stats(self._models.device)
         return {node: figures[k].row() | shared for k, node in enumerate(self._nodes)}
+
+    def _step(self, active_K: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            return self._models.step(active_K, self._learning.learning_rate, self._learning.max_grad_norm)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ModelError(
+                "Memory ran out in the middle of the optimiser's step: start again, from the last checkpoint, with "
+                "fewer nodes, LORA_RANK or a smaller model."
+            ) from None
 
     def gradients(self, batches: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, Weights]:
         """The gradient each node would step along in a round of one update; nothing moves."""
@@ -215,16 +228,22 @@ class Learner:
         room = min(self._learning.max_new_tokens, self._models.context - len(self._encode_question(question)))
         # Hopelessly long text need not be encoded to be turned away.
         return all(
-            len(rollout.text) <= room * LONGEST_TOKEN and 0 < len(self._encode_completion(rollout)) <= room
-            for rollout in rollouts
+            len(rollout.text) <= room * LONGEST_TOKEN and self._is_trainable(rollout, room) for rollout in rollouts
         )
+
+    def _is_trainable(self, rollout: Rollout, room: int) -> bool:
+        """Not nothing, not too long, and no text that goes on after it has ended."""
+        written = self._tokens.encode(rollout.text)
+        fits = 0 < len(written) <= room * 5 // 4 if rollout.truncated else len(written) < room
+        return fits and not set(written) & set(self._tokens.ends)
 
     def _encode_question(self, question: Question) -> list[int]:
         return self._tokens.encode_prompt(question.prompt, question.examples)
 
     def _encode_completion(self, rollout: Rollout) -> list[int]:
+        """A text that was cut off may encode to a few tokens more than it was written with: it is cut again."""
         ids = self._tokens.encode(rollout.text)
-        return ids if rollout.truncated else [*ids, self._tokens.end]
+        return ids[: self._learning.max_new_tokens] if rollout.truncated else [*ids, self._tokens.end]
 
     def _look_back(self, minibatches: Sequence[Sequence[Batch]], figures: Sequence[Figures]) -> None:
         """Note log-probs under the weights the round begins with, wherever they will be needed once these have moved.
@@ -316,9 +335,20 @@ class Learner:
             learning.loss, logp_KSC, old_KSC, advantage_KS1, real_KSC, learning.clip_low, learning.clip_high
         )
         if learning.kl_beta:
+            # On peers' text the reference is the policy itself: nothing is added. Masked later, inf would become NaN.
             reference_KSC = models.reference_logprobs(padded, learning.temperature)
-            held_KSC = grpo.divergence(logp_KSC, reference_KSC).masked_fill(padded.foreign_KS[..., None], 0.0)
-            losses_KSC = losses_KSC + learning.kl_beta * held_KSC
+            reference_KSC = torch.where(padded.foreign_KS[..., None], said, reference_KSC)
+            divergence_KSC = grpo.divergence(logp_KSC, reference_KSC)
+            losses_KSC = losses_KSC + learning.kl_beta * divergence_KSC
+            own_KSC = real_KSC * ~padded.foreign_KS[..., None]
+            for one, far, seen in zip(
+                figures,
+                (divergence_KSC.detach() * own_KSC).sum((1, 2)).tolist(),
+                own_KSC.sum((1, 2)).tolist(),
+                strict=True,
+            ):
+                one.divergence += far
+                one.own_seen += seen
         tokens_K = torch.tensor([batch.tokens for batch in minibatch], device=models.device)
         completions_K = torch.tensor([batch.completions for batch in minibatch], device=models.device)
         weights_KSC = grpo.token_weights(learning.aggregate, real_KSC, tokens_K, completions_K, learning.max_new_tokens)

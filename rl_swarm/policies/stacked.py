@@ -46,17 +46,9 @@ class StackedModels:
         self._gradients: Weights = {}
         for name, weight in self._adam.weights.items():
             self._read[name] = (weight.to(torch.bfloat16) if self._halved else weight.detach()).requires_grad_(True)
-            take = partial(self._take_gradient, name)
+            # The hook knows the table and not this object, which else would hold itself for ever.
+            take = partial(_take_gradient, self._gradients, name)
             self._read[name].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-    def _take_gradient(self, name: str, read: Tensor) -> None:
-        """Sum gradients up in float32, pass by pass, whatever they were computed in."""
-        assert read.grad is not None
-        if name in self._gradients:
-            self._gradients[name] += read.grad
-        else:
-            self._gradients[name] = read.grad.float()
-        read.grad = None
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -160,6 +152,16 @@ class StackedModels:
             vocabulary=self.vocabulary,
             checkpointed=self._checkpointed,
         )
+
+
+def _take_gradient(sums: Weights, name: str, read: Tensor) -> None:
+    """Sum gradients up in float32, pass by pass, whatever they were computed in."""
+    assert read.grad is not None
+    if name in sums:
+        sums[name] += read.grad
+    else:
+        sums[name] = read.grad.float()
+    read.grad = None
 
 
 def kept_by_layer(shape: Shape, halved: bool) -> int:

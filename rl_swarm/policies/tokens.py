@@ -20,6 +20,9 @@ class Tokens:
 
     def __init__(self, folder: Path, *, chat: bool = True) -> None:
         self._tokenizer = _read_tokenizer(folder)
+        # Either may be stored with a tokenizer, for other purposes: here every text is taken whole, and as it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.ends = _end_tokens(folder, self._tokenizer)
         if max(self.ends) >= self._tokenizer.get_vocab_size():
             raise ModelError(f"{folder}: the end-of-text tokens {self.ends} are not all in the tokenizer's vocabulary.")
@@ -69,7 +72,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ModelError(f"{folder}: its tokenizer cannot be read: {str(error).strip().splitlines()[0]}") from None
     assert isinstance(tokenizer, Tokenizer)
