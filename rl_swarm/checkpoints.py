@@ -60,13 +60,6 @@ class CheckpointWriter:
             self._host.experiment.delete_checkpoint(node, old)
 
 
-def write_checkpoints(host: Host, step: Step) -> None:
-    """Save every node of the host, and be done with it."""
-    with CheckpointWriter(host) as writer:
-        writer.write(step)
-        writer.finish()
-
-
 def restore(host: Host, say: Callable[[str], None], stopped: Callable[[], bool]) -> Step | None:
     """Bring every node to where it was; returns the last step all of them have done, None if none did any.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_swarm import settings
+from rl_swarm.checkpoints import CheckpointWriter
 from rl_swarm.experiment import Experiment, create_experiment
 from rl_swarm.host import Host
 from rl_swarm.policies import open_policy
@@ -14,7 +15,7 @@ from rl_swarm.records import Peer, Process
 from rl_swarm.settings import Settings
 from rl_swarm.simulate import simulate
 from rl_swarm.tasks import open_tasks
-from rl_swarm.types import Question, QuestionName
+from rl_swarm.types import Question, QuestionName, Step
 
 NODES = ("ada", "bob", "cleo")
 # A process of a machine that nobody here can look into: only its beat tells whether it lives.
@@ -52,6 +53,13 @@ def toy_host(experiment: Experiment, nodes: Sequence[str], chosen: Settings) -> 
     assert chosen.tasks is not None
     task = open_tasks(chosen.tasks, chosen.task_difficulty)
     return Host(experiment, nodes, task, open_policy(chosen, nodes), chosen, FakeClock(), FakeClock())
+
+
+def write_checkpoints(host: Host, step: Step) -> None:
+    """Save every node of the host, and be done with it."""
+    with CheckpointWriter(host) as writer:
+        writer.write(step)
+        writer.finish()
 
 
 def toy_run(

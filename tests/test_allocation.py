@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from swarms import toy_experiment, toy_host, toy_settings
+from swarms import toy_experiment, toy_host, toy_settings, write_checkpoints
 
 from rl_swarm.allocation import WINDOW, Allocation, Seen, allocate, seen
-from rl_swarm.checkpoints import restore, write_checkpoints
+from rl_swarm.checkpoints import restore
 from rl_swarm.monitor.status import metric_rows
 from rl_swarm.settings import Settings
 from rl_swarm.stores.memory import MemoryStore

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from swarms import toy_experiment, toy_host, toy_settings
+from swarms import toy_experiment, toy_host, toy_settings, write_checkpoints
 
-from rl_swarm.checkpoints import restore, write_checkpoints
+from rl_swarm.checkpoints import restore
 from rl_swarm.errors import Stopped
 from rl_swarm.experiment import Experiment
 from rl_swarm.host import Host

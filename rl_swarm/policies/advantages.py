@@ -13,8 +13,6 @@ from statistics import fmean, stdev
 
 from rl_swarm.types import ScoredGroup
 
-RULES = ("std", "mean", "leave_one_out")
-
 
 def advantages(scored: ScoredGroup, rule: str = "std") -> tuple[float, ...]:
     if not scored.informative:

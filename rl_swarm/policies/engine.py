@@ -14,10 +14,9 @@ from torch import Tensor
 
 from rl_swarm.errors import SettingsError
 from rl_swarm.policies.batches import Padded
+from rl_swarm.policies.families.parts import Weights
 from rl_swarm.policies.memory import Counts
 from rl_swarm.policies.sampling import Sampled
-
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-LOSSES = ("grpo", "gspo", "cispo")
-AGGREGATES = ("token", "sequence", "constant")
-OFF_POLICY = ("none", "damp", "positive", "topr", "truncated")
-# These weigh a peer's text by how likely its writer says it was.
+# These rules weigh a peer's text by how likely its writer says it was.
 NEEDS_LOGPROBS = ("topr", "truncated")
 # Above this, `truncated` cuts an importance weight off: rare texts must not decide a whole update.
 LARGEST_WEIGHT = 2.0

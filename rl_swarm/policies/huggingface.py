@@ -23,12 +23,11 @@ from rl_swarm.policies import memory, saving
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
 from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.families.parts import Weights
 from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs, token_logprobs
-from rl_swarm.policies.sampling import Recorder, Sampled
+from rl_swarm.policies.sampling import Recorder, Sampled, joined
 from rl_swarm.policies.tokens import Tokens
-
-Weights = dict[str, Tensor]
 
 
 def huggingface_learner(
@@ -124,26 +123,20 @@ class HuggingfaceModels:
     ) -> Sampled:
         uniform_KSC = uniform_KSC.to(self.device)
         size = uniform_KSC.shape[1] // len(prompts[0])
-        rows: list[list[Sampled]] = []
+        rows: list[Sampled] = []
         for k, questions in enumerate(prompts):
             with self._acting(k) as model:
-                rows.append(
-                    [
-                        _answer(
-                            model,
-                            prompt,
-                            Recorder(uniform_KSC[k : k + 1, q * size : (q + 1) * size], ends, temperature, top_p),
-                            uniform_KSC.shape[2],
-                        )
-                        for q, prompt in enumerate(questions)
-                    ]
-                )
-        return Sampled(
-            *(
-                torch.cat([torch.cat([getattr(one, name) for one in row], 1) for row in rows], 0)
-                for name in ("ids_KSC", "logprobs_KSC", "lengths_KS", "stopped_KS")
-            )
-        )
+                answers = [
+                    _answer(
+                        model,
+                        prompt,
+                        Recorder(uniform_KSC[k : k + 1, q * size : (q + 1) * size], ends, temperature, top_p),
+                        uniform_KSC.shape[2],
+                    )
+                    for q, prompt in enumerate(questions)
+                ]
+                rows.append(joined(answers, 1))
+        return joined(rows, 0)
 
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         found = []

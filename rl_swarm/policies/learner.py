@@ -19,10 +19,11 @@ from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
 from rl_swarm.policies.batches import Batch, TrainingSequence, longest, micro_batches, pad
-from rl_swarm.policies.engine import Learning, Models, Weights
+from rl_swarm.policies.engine import Learning, Models
+from rl_swarm.policies.families.parts import Weights
 from rl_swarm.policies.figures import Figures, note_gap
 from rl_swarm.policies.memory import GIB, Work, default_micro_batch, estimate, free_memory, is_out_of_memory
-from rl_swarm.policies.sampling import Sampled, draws
+from rl_swarm.policies.sampling import Sampled, draws, joined
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.protocols import CheckpointNote
 from rl_swarm.types import Question, Rollout, ScoredGroup
@@ -122,12 +123,7 @@ class Learner:
                 self._backoffs += 1
             else:
                 start = stop
-        return Sampled(
-            *(
-                torch.cat([getattr(part, name) for part in parts], 1).cpu()
-                for name in ("ids_KSC", "logprobs_KSC", "lengths_KS", "stopped_KS")
-            )
-        )
+        return joined(parts, 1).cpu()
 
     # Learning
 

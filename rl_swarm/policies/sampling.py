@@ -9,7 +9,7 @@ Shape letters: K nodes, Q questions, S = Q * group size sequences, T positions, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ class Sampled:
     logprobs_KSC: Tensor
     lengths_KS: Tensor
     stopped_KS: Tensor
+
+    def cpu(self) -> Sampled:
+        """Brought over in one go, before anyone looks at single numbers."""
+        return Sampled(*(getattr(self, one.name).cpu() for one in fields(self)))
+
+
+def joined(parts: Sequence[Sampled], axis: int) -> Sampled:
+    """Parts of one answer put together: along nodes (0) or sequences (1)."""
+    return Sampled(*(torch.cat([getattr(part, one.name) for part in parts], axis) for one in fields(Sampled)))
 
 
 def draws(seeds: Sequence[int], sequences: int, new_tokens: int) -> Tensor:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_swarm.errors import CheckpointError
+from rl_swarm.policies.families.parts import Weights
 from rl_swarm.protocols import CheckpointNote
 
-Weights = dict[str, Tensor]
 PARTS = ("weights", "first", "second", "steps")
 
 
