@@ -34,7 +34,7 @@ from rl_swarm.host import Host
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import learning_of
 from rl_swarm.policies.batches import Batch
-from rl_swarm.policies.engine import pick_device
+from rl_swarm.policies.engine import pick_devices
 from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
@@ -55,7 +55,7 @@ class StackedRuns(Learner):
     """One policy for several runs, each a thread of its own: a call waits until every run makes it, and is then one."""
 
     def __init__(self, runs: Sequence[settings.Settings]) -> None:
-        device = pick_device("auto")
+        (device,) = pick_devices("auto", 1)
         learning = learning_of(runs[0], device)
         places = [f"{number}/{node}" for number in range(len(runs)) for node in NODES]
         models = StackedModels(len(places), PICO_FOLDER, learning, device)

@@ -92,8 +92,8 @@ from rl_swarm.models import PICO_FOLDER
 from rl_swarm.models.pico import write_tokenizer
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
-from rl_swarm.policies.decoder import Weights
 from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.families.parts import Weights
 from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
@@ -256,9 +256,10 @@ class WatchedModels(StackedModels):
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         logp_KSC, entropy_KSC = super().logprobs(padded, temperature)
         if torch.is_grad_enabled():
+            whole_1ST, _ = padded.whole(0)
             for s, length in enumerate(padded.real_KSC[0].sum(-1).int().tolist()):
-                end = int(padded.source_KSC[0, s, 0]) + 1 + length
-                self.seen_logprobs[tuple(padded.ids_KST[0, s, :end].tolist())] = logp_KSC[0, s, :length].tolist()
+                end = int(padded.lengths_KQ[0, s // padded.siblings]) + length
+                self.seen_logprobs[tuple(whole_1ST[0, s, :end].tolist())] = logp_KSC[0, s, :length].tolist()
         return logp_KSC, entropy_KSC
 
     def step(self, active_K: Tensor, learning_rate: float, max_norm: float) -> tuple[Tensor, Tensor]:

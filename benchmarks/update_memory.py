@@ -10,81 +10,37 @@ checkpointing the peak stays under weights + optimiser + 4 GiB. Without a GPU it
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from shapes import CONFIGS, RATE, finish, random_groups, write_model
 
-from rl_swarm import __version__
-from rl_swarm.models import PICO_FOLDER
-from rl_swarm.policies.decoder import read_shape, weight_shapes
 from rl_swarm.policies.engine import Learning
 from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.memory import GIB, Work, estimate
 from rl_swarm.policies.stacked import StackedModels
 from rl_swarm.policies.tokens import Tokens
-from rl_swarm.types import Question, QuestionName, Rollout, RolloutGroup, ScoredGroup, Step
 
-PROMPT = 64
-
-
-def write_model(folder: Path, layers: int, vocabulary: int, width: int) -> None:
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": width * 4864 // 896,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(size, generator=generator) * 0.02 if len(size) > 1 else torch.ones(size)
-        for name, size in weight_shapes(read_shape(folder)).items()
-    }
-    save_file(weights, folder / "model.safetensors")
+PROMPT, GROUP_SIZE = 64, 8
 
 
-def groups(sequences: int, tokens: int, size: int) -> list[ScoredGroup]:
-    """Own groups of eight random completions each, every one with an advantage."""
-    rng = random.Random(0)
-    made = []
-    for number in range(sequences // 8):
-        question = Question(QuestionName("none", "", 0, number), "1" * PROMPT, "")
-        rollouts = tuple(
-            Rollout("", tuple(rng.randrange(2, size) for _ in range(tokens - PROMPT)), truncated=True) for _ in range(8)
-        )
-        group = RolloutGroup("a", Step(0), str(number), question, rollouts)
-        made.append(ScoredGroup(group, tuple(float(index % 2) for index in range(8))))
-    return made
-
-
-def measure(models: StackedModels, args: argparse.Namespace, learning: Learning) -> dict[str, Any]:
-    learner = Learner(["a"], models, Tokens(PICO_FOLDER), learning)
-    batch = groups(args.sequences, args.tokens, args.vocabulary)
+def measure(models: StackedModels, tokens: Tokens, args: argparse.Namespace, learning: Learning) -> dict[str, Any]:
+    learner = Learner(["a"], models, tokens, learning)
+    size = (args.sequences // GROUP_SIZE, GROUP_SIZE, PROMPT, args.tokens - PROMPT)
+    batch = random_groups("a", *size, args.vocabulary)
     work = Work(args.sequences, args.sequences, args.tokens)
     assert learning.micro_batch_tokens is not None
     expected = estimate(models.counts(), work, None, learning.micro_batch_tokens)
     weights, optimiser = expected.held["weights"], expected.held["optimiser"]
     learner.update({"a": batch})
-    torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     row = learner.update({"a": batch})["a"]
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    # An update reads the device's peak into its row and sets it back: what is asked for later is that of nothing.
+    peak = row["device_gib"] * GIB
     return {
         "gradient_checkpointing": learning.gradient_checkpointing,
         "micro_batch_tokens": learning.micro_batch_tokens,
@@ -107,28 +63,35 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[8192, 2048])
+    parser.set_defaults(device="cuda")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("There is no GPU here: nothing to measure.")
         return
     results = []
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), args.layers, args.vocabulary, args.width)
+        config = {
+            **CONFIGS["qwen2.5-0.5b"],
+            "vocab_size": args.vocabulary,
+            "hidden_size": args.width,
+            "intermediate_size": args.width * 4864 // 896,
+            "num_hidden_layers": args.layers,
+        }
+        folder = write_model(config, Path(name))
         for checkpointed in (True, False):
             for tokens in args.micro_batch_tokens:
                 learning = Learning(
-                    1e-6,
+                    RATE,
                     args.tokens - PROMPT,
                     dtype="bfloat16",
                     gradient_checkpointing=checkpointed,
                     micro_batch_tokens=tokens,
                 )
-                models = StackedModels(1, Path(name), learning, "cuda")
-                results.append(measure(models, args, learning))
+                models = StackedModels(1, folder, learning, "cuda")
+                results.append(measure(models, Tokens(folder), args, learning))
                 del models
                 torch.cuda.empty_cache()
-    versions = {"rl-swarm": __version__, "torch": torch.__version__}
-    print(json.dumps({"runs": results, "device": torch.cuda.get_device_name(), "versions": versions}, indent=1))
+    finish({"runs": results}, args)
 
 
 if __name__ == "__main__":

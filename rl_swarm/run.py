@@ -216,7 +216,7 @@ def _settle_model(experiment: Experiment, nodes: Sequence[str], settings: Settin
         node, model = next(iter(kept.items()))
         choice = Choice(model, f"auto: {node} began with {model} in {experiment.name} and keeps it")
     else:
-        choice = choose_model(gpu_memory(settings.device), settings.seed, settings.node_id)
+        choice = choose_model(gpu_memory(settings.device, len(nodes)), settings.seed, settings.node_id)
     return settings.model_copy(update={"model_name": choice.model}), choice.reason
 
 
@@ -248,7 +248,7 @@ def _tell_differences(experiment: Experiment, settings: Settings, say: Callable[
 
 
 # Of the learner's settings, those that change how and not what is learned.
-_MERE_MEANS = {"eval_every", "eval_questions", "micro_batch_tokens", "gradient_checkpointing"}
+_MERE_MEANS = {"eval_every", "eval_questions", "micro_batch_tokens", "gradient_checkpointing", "compile", "cuda_graphs"}
 
 
 def _tell_changes(experiment: Experiment, node: str, settings: Settings, say: Callable[[str], None]) -> None:

@@ -74,6 +74,14 @@ def _model(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    names = [name.strip() for name in value.split(",")]
+    numbered = all(re.fullmatch(r"cuda:(0|[1-9][0-9]*)", name) for name in names)
+    if names not in (["auto"], ["cuda"], ["mps"], ["cpu"]) and not (numbered and len(set(names)) == len(names)):
+        raise ValueError("allowed: auto, cuda, mps, cpu, or GPUs by number, each once: cuda:1, or cuda:0,cuda:2")
+    return ",".join(names)
+
+
 Name = Annotated[str, AfterValidator(check_name)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -106,8 +114,11 @@ class Settings(BaseSettings):
         "A Hub id, a local folder, pico (embedded), toy (no model at all, for trials) or auto (a small or a larger "
         "model, by the GPU's memory).",
     )
-    device: Annotated[str, _one_of("auto", "cuda", "mps", "cpu")] = _setting(
-        "auto", "where", "auto, cuda, mps or cpu; auto takes the first of these that is there."
+    device: Annotated[str, AfterValidator(_device)] = _setting(
+        "auto",
+        "where",
+        "auto, cuda, mps or cpu; auto takes the first of these that is there. Several nodes are spread over all GPUs; "
+        "cuda:1 is one of these, cuda:0,cuda:2 are some.",
     )
     huggingface_access_token: Annotated[str | None, BeforeValidator(_none_word)] = _setting(
         None, "where", "For models that need a login, and for push; the word None means none.", repr=False
@@ -244,6 +255,10 @@ class Settings(BaseSettings):
         "8192; on a CPU fewer where they would take more than 512 MiB",
     )
     gradient_checkpointing: bool = _setting(False, "learning", "Recompute layers instead of keeping them: less memory.")
+    compile: Literal["auto", "on", "off"] = _setting(
+        "auto", "learning", "Compile training: half a minute at the start, then quicker. `auto`: large models on a GPU."
+    )
+    cuda_graphs: bool = _setting(True, "learning", "Sample with CUDA graphs on an NVIDIA GPU; the tokens are the same.")
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = _setting(
         0,
         "learning",

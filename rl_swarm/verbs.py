@@ -44,7 +44,7 @@ def show_demo(args: argparse.Namespace) -> int:
         defaults={"model_name": "pico", "eval_questions": 64, "coordinator_pace": "quorum"},
     )
     if loaded.model_name == AUTO:
-        choice = choose_model(gpu_memory(loaded.device), loaded.seed, "demo")
+        choice = choose_model(gpu_memory(loaded.device, args.nodes), loaded.seed, "demo")
         say(choice.reason)
         loaded = loaded.model_copy(update={"model_name": choice.model})
     root = Path(loaded.gdrive_path).expanduser()

@@ -15,17 +15,10 @@ from safetensors.torch import load_file, save_file
 from rl_swarm.errors import ModelError
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import sampling
-from rl_swarm.policies.decoder import (
-    Shape,
-    Weights,
-    forward,
-    logits,
-    read_config,
-    read_shape,
-    read_weights,
-    stack,
-    unsupported,
-)
+from rl_swarm.policies.decoder import forward
+from rl_swarm.policies.families.parts import Shape, Weights
+from rl_swarm.policies.layout import joined, parted, stack
+from rl_swarm.policies.reading import read_config, read_shape, read_weights, unsupported
 from rl_swarm.policies.tokens import Tokens
 
 pytestmark = pytest.mark.torch
@@ -94,7 +87,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def read_stacked(folders: Sequence[Path]) -> tuple[Shape, Weights]:
     """A node for each folder."""
     shape = read_shape(folders[0])
-    single = [read_weights(folder, shape) for folder in folders]
+    single = [joined(shape, read_weights(folder, shape)) for folder in folders]
     return shape, {name: torch.stack([weights[name] for weights in single]) for name in single[0]}
 
 
@@ -110,8 +103,7 @@ def scores(
     longest = max(len(ids) for node in texts for ids in node) + padding
     ids_KST = torch.tensor([[[*ids, *[0] * (longest - len(ids))] for ids in node] for node in texts])
     positions = torch.arange(longest).expand_as(ids_KST)
-    hidden = forward(shape, weights, ids_KST, positions, checkpointed=checkpointed)
-    return logits(shape, weights, hidden.flatten(1, 2)).view(*ids_KST.shape, shape.vocabulary)
+    return forward(shape, weights, ids_KST, positions, checkpointed=checkpointed)
 
 
 def generate(
@@ -172,11 +164,12 @@ def test_gradients_equal_those_of_transformers(folders: tuple[Path, Path], check
         for ids in texts[k]:
             log_probs(reference(torch.tensor([ids])).logits[0], ids).sum().backward()  # type: ignore[no-untyped-call]
         expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        assert expected.keys() == weights.keys()
+        found = {name: weight.grad[k] for name, weight in weights.items() if weight.grad is not None}
+        ours = parted(shape, found)
+        assert expected.keys() == ours.keys()
         for name, gradient in expected.items():
-            ours = weights[name].grad
-            assert ours is not None and gradient.abs().max() > 1e-3
-            assert torch.allclose(ours[k], gradient, rtol=1e-3, atol=1e-4), name
+            assert gradient.abs().max() > 1e-3
+            assert torch.allclose(ours[name], gradient, rtol=1e-3, atol=1e-4), name
 
 
 def test_greedy_decoding_equals_that_of_transformers_for_prompts_of_unequal_length(folders: tuple[Path, Path]) -> None:
@@ -220,7 +213,7 @@ def test_nodes_with_different_weights_do_not_disturb_each_other(folders: tuple[P
 
     together = sample(both, prompts, [1, 2])
     for k, folder in enumerate(folders):
-        alone = sample(stack(read_weights(folder, shape), 1), prompts[k : k + 1], [k + 1])
+        alone = sample(stack(shape, read_weights(folder, shape), 1), prompts[k : k + 1], [k + 1])
         for s in range(8):
             length = int(alone.lengths_KS[0, s])
             assert together.lengths_KS[k, s] == length
@@ -236,7 +229,8 @@ def test_a_slice_of_the_stack_is_a_model_that_transformers_loads(folders: tuple[
         out = tmp_path / f"out{k}"
         out.mkdir()
         (out / "config.json").write_text((folder / "config.json").read_text())
-        save_file({name: weight[k].clone() for name, weight in weights.items()}, out / "model.safetensors")
+        single = parted(shape, {name: weight[k] for name, weight in weights.items()})
+        save_file({name: weight.contiguous() for name, weight in single.items()}, out / "model.safetensors")
         reference, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert (ours_KSTV[k, 0] - reference(torch.tensor([ids])).logits[0]).abs().max() < 1e-4

@@ -190,7 +190,7 @@ def test_groups_without_advantage_count_in_the_mean_and_nothing_else() -> None:
     tokens = [sum(rollout.tokens for rollout in scored.group.rollouts) for scored in (useful, flat)]
     alone, diluted = policy.gradients({"a": [useful]})["a"], policy.gradients({"a": [useful, flat]})["a"]
     for name in alone:
-        assert torch.allclose(alone[name] * tokens[0] / sum(tokens), diluted[name], atol=1e-7), name
+        assert torch.allclose(alone[name] * tokens[0] / sum(tokens), diluted[name], atol=1e-6), name
 
 
 def test_a_node_with_nothing_to_learn_stays_exactly_where_it_is() -> None:
@@ -348,7 +348,7 @@ class Trouble:
 
 
 def more_tokens_than(count: int) -> Callable[[Padded, int], bool]:
-    return lambda padded, _: padded.ids_KST.numel() > count
+    return lambda padded, _: padded.tokens.numel() > count
 
 
 def assert_gradients_are_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -379,7 +379,7 @@ def test_a_round_that_runs_out_of_memory_is_done_in_smaller_pieces_with_the_same
             return really(*given)
 
         monkeypatch.setattr(policy._models, "step", step)
-    trouble = Trouble(monkeypatch, troubled, "logprobs", more_tokens_than(100), error)
+    trouble = Trouble(monkeypatch, troubled, "logprobs", more_tokens_than(60), error)
     expected, found = plain.update(groups), troubled.update(groups)
     assert trouble.raised > 0
     for without, with_trouble in zip(steps[:minibatches], steps[minibatches:], strict=True):

@@ -9,9 +9,12 @@ import pytest
 import torch
 import transformers
 
-from rl_swarm.policies.decoder import forward, read_shape, read_weights, stack
+from rl_swarm.policies.batches import TrainingSequence, pad
+from rl_swarm.policies.decoder import Grouped, grouped_mask, rotary, run
 from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.layout import stack
 from rl_swarm.policies.memory import Work, estimate
+from rl_swarm.policies.reading import read_shape, read_weights
 from rl_swarm.policies.stacked import StackedModels, kept_by_layer
 
 pytestmark = pytest.mark.torch
@@ -40,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_activations_are_estimated_as_they_are_kept(folder: Path, halved: bool) -> None:
     shape = read_shape(folder)
     dtype = torch.bfloat16 if halved else torch.float32
-    weights = {name: w.to(dtype).requires_grad_() for name, w in stack(read_weights(folder, shape), 1).items()}
+    weights = {name: w.to(dtype).requires_grad_() for name, w in stack(shape, read_weights(folder, shape), 1).items()}
     known = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -50,11 +53,19 @@ def test_activations_are_estimated_as_they_are_kept(folder: Path, halved: bool) 
             kept[storage.data_ptr()] = storage
         return tensor
 
-    ids = torch.arange(4 * 48).view(1, 4, 48) % 64
+    shared = [1, *[2] * 23]
+    siblings = [TrainingSequence(shared, [*[3] * 24], 1.0) for _ in range(4)]
+    padded = pad([[siblings, siblings]], torch.device("cpu"))
+    attend = Grouped(
+        shape,
+        rotary(shape, weights, padded.positions),
+        padded.prompts_KQP,
+        grouped_mask(padded.lengths_KQ, 24, 4, 24, dtype),
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = forward(shape, weights, ids, torch.arange(48).expand(1, 4, 48))
+        hidden = run(shape, weights, padded.tokens, padded.positions, lambda layer: attend)
     assert hidden.requires_grad
-    by_token = sum(storage.nbytes() for storage in kept.values()) / (4 * 48) / shape.layers
+    by_token = sum(storage.nbytes() for storage in kept.values()) / padded.tokens.numel() / shape.layers
     estimated = kept_by_layer(shape, halved) * (2 if halved else 4)
     assert 0.85 * estimated < by_token < 1.05 * estimated
 

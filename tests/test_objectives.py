@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import grpo
-from rl_swarm.policies.batches import Batch, TrainingSequence, micro_batches, pad
+from rl_swarm.policies.batches import Batch, MicroBatch, TrainingSequence, micro_batches, pad, tokens_of
 from rl_swarm.policies.engine import Learning
 from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs, token_logprobs
@@ -708,67 +708,80 @@ def test_log_prob_and_entropy_of_a_token_are_those_worked_out_by_hand() -> None:
     assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-def sequences(*lengths: tuple[int, int]) -> list[TrainingSequence]:
-    """Prompts and completions of these lengths, of tokens that are all different."""
-    numbers = iter(range(1, 10_000))
-    return [
-        TrainingSequence([next(numbers) for _ in range(p)], [next(numbers) for _ in range(c)], 1.0) for p, c in lengths
-    ]
+def siblings(prompt: int, *completions: int, group: int = 0) -> list[TrainingSequence]:
+    """Completions of these lengths to one prompt, of tokens that are all different."""
+    numbers = iter(range(100 * group + 1, 10_000))
+    shared = [next(numbers) for _ in range(prompt)]
+    return [TrainingSequence(shared, [next(numbers) for _ in range(c)], 1.0, group=group) for c in completions]
 
 
 @pytest.mark.parametrize(
-    "slices",
+    "micro_batch",
     [
-        [sequences((2, 3), (4, 1), (1, 2)), sequences((3, 1))],
-        [sequences((1, 1)), sequences((2, 4), (5, 5))],
-        [sequences((2, 2)), []],
-        [sequences((3, 4), (3, 4)), sequences((3, 4), (3, 4))],
+        [[siblings(2, 3), siblings(4, 1), siblings(1, 2)], [siblings(3, 1)]],
+        [[siblings(1, 1)], [siblings(2, 4, 1), siblings(5, 5)]],
+        [[siblings(2, 2, 3)], []],
+        [[siblings(3, 4, 4), siblings(3, 4, 4)], [siblings(3, 4, 4), siblings(3, 4, 4)]],
     ],
 )
-def test_scores_at_real_positions_are_those_of_a_loop_and_zero_elsewhere(slices: list[list[TrainingSequence]]) -> None:
-    """The scorer gets the hidden state before each completion token, and that token; and returns telling numbers."""
-    padded = pad(slices, CPU)
-    # A hidden state that names its place: node, sequence, position.
-    K, S, T = padded.ids_KST.shape
-    k, s, t = torch.meshgrid(*(torch.arange(size).double() for size in (K, S, T)), indexing="ij")
-    hidden = torch.stack((k, s, t), -1).requires_grad_()
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("whole", [False, True])
+def test_scores_at_real_positions_are_those_of_a_loop_and_zero_elsewhere(
+    micro_batch: MicroBatch, multiple: int, whole: bool
+) -> None:
+    """The scorer gets the hidden state before each completion token, and that token; and returns telling numbers.
+
+    With prompts shared, and with each sequence whole.
+    """
+    padded = pad(micro_batch, CPU, multiple)
+    ids = torch.cat([padded.whole(k)[0].flatten(1) for k in range(2)]) if whole else padded.tokens
+    source = torch.cat([padded.whole(k)[1] for k in range(2)]) if whole else padded.source_KSC
+    K, N = ids.shape
+    # A hidden state that names its place.
+    k, n = torch.meshgrid(torch.arange(K).double(), torch.arange(N).double(), indexing="ij")
+    hidden = torch.stack((k, n), -1).requires_grad_()
     scored = 0
 
     def score(hidden_KND: Tensor, targets_KN: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal scored
         scored = targets_KN.shape[1]
-        place = hidden_KND @ torch.tensor([1e6, 1e4, 1e2], dtype=torch.float64)
+        place = hidden_KND @ torch.tensor([1e6, 1e2], dtype=torch.float64)
         return place + targets_KN + 0.5, -place - targets_KN - 0.5
 
-    logp, entropy = at_real_positions(score, hidden, padded.source_KSC, padded.targets_KSC, padded.real_KSC)
+    logp, entropy = at_real_positions(score, hidden, source, padded.targets_KSC, padded.real_KSC)
     expected = torch.zeros(padded.real_KSC.shape, dtype=torch.float64)
     touched = torch.zeros_like(hidden)
-    for node, row in enumerate(slices):
-        for number, sequence in enumerate(row):
-            for position, token in enumerate(sequence.completion):
-                source = len(sequence.prompt) + position - 1
-                assert int(padded.ids_KST[node, number, source + 1]) == token
-                expected[node, number, position] = 1e6 * node + 1e4 * number + 1e2 * source + token + 0.5
-                touched[node, number, source] = torch.tensor([1e6, 1e4, 1e2])
+    for node, groups in enumerate(micro_batch):
+        for number, group in enumerate(groups):
+            for s, sequence in enumerate(group, number * padded.siblings):
+                before = sequence.prompt[-1]
+                for position, token in enumerate(sequence.completion):
+                    at = int(source[node, s, position])
+                    assert int(ids[node, at]) == before, "the token before it is the one that scores it"
+                    expected[node, s, position] = 1e6 * node + 1e2 * at + token + 0.5
+                    touched[node, at] += torch.tensor([1e6, 1e2])
+                    before = token
     assert torch.equal(logp, expected) and torch.equal(entropy, -expected)
-    assert scored == max(sum(len(sequence.completion) for sequence in row) for row in slices)
+    assert scored == max(sum(len(one.completion) for group in groups for one in group) for groups in micro_batch)
     (gradient,) = torch.autograd.grad(logp.sum(), hidden)
     assert torch.equal(gradient, touched)
 
 
 def test_padding_keeps_every_sequence_and_marks_what_is_not_there() -> None:
-    short, long = sequences((2, 1), (3, 2))
+    (short,), (long, other) = siblings(2, 1), siblings(3, 2, 1)
     long = replace(long, foreign=True, said_logprob=-3.5, old_logprobs=[-1.0, -2.0], advantage=-0.5)
     short = replace(short, sampled_logprobs=[-0.25])
-    padded = pad([[short, long], [short]], CPU)
-    assert padded.ids_KST.tolist() == [[[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], [[1, 2, 3, 0, 0], [0] * 5]]
-    assert padded.source_KSC.tolist() == [[[1, 0], [2, 3]], [[1, 0], [0, 0]]]
-    assert padded.targets_KSC.tolist() == [[[3, 0], [7, 8]], [[3, 0], [0, 0]]]
-    assert padded.real_KSC.tolist() == [[[1, 0], [1, 1]], [[1, 0], [0, 0]]]
-    assert padded.advantage_KS1.tolist() == [[[1.0], [-0.5]], [[1.0], [0.0]]]
-    assert padded.foreign_KS.tolist() == [[False, True], [False, False]]
-    assert padded.old_KSC[0, 1].tolist() == [-1.0, -2.0] and padded.old_KSC.isnan().sum() == 6
-    assert padded.sampled_KSC[:, 0, 0].tolist() == [-0.25, -0.25] and padded.sampled_KSC.isnan().sum() == 6
+    padded = pad([[[short], [long, other]], [[short]]], CPU)
+    assert padded.prompts_KQP.tolist() == [[[1, 2, 0], [1, 2, 3]], [[1, 2, 0], [0, 0, 0]]]
+    assert padded.lengths_KQ.tolist() == [[2, 3], [2, 0]]
+    assert padded.targets_KSC.tolist() == [[[3, 0], [0, 0], [4, 5], [6, 0]], [[3, 0], [0, 0], [0, 0], [0, 0]]]
+    assert padded.real_KSC.tolist() == [[[1, 0], [0, 0], [1, 1], [1, 0]], [[1, 0], [0, 0], [0, 0], [0, 0]]]
+    assert padded.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 2, 3, 2, 3, 3, 4, 3, 4]
+    assert padded.advantage_KS1.tolist() == [[[1.0], [0.0], [-0.5], [1.0]], [[1.0], [0.0], [0.0], [0.0]]]
+    assert padded.foreign_KS.tolist() == [[False, False, True, False], [False] * 4]
+    assert padded.old_KSC[0, 2].tolist() == [-1.0, -2.0] and padded.old_KSC.isnan().sum() == 14
+    assert padded.sampled_KSC[:, 0, 0].tolist() == [-0.25, -0.25] and padded.sampled_KSC.isnan().sum() == 14
+    assert padded.whole(0)[0].tolist() == [[[1, 2, 3, 0, 0], [1, 2, 0, 0, 0], [1, 2, 3, 4, 5], [1, 2, 3, 6, 0]]]
 
 
 @pytest.mark.parametrize("most_tokens", [1, 10, 17, 40, 100, 10_000])
@@ -777,19 +790,30 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(most_toke
     for _ in range(20):
         batches = []
         for count in (rng.randint(1, 9), rng.randint(0, 9), rng.randint(0, 9)):
-            batch = Batch(sequences(*((rng.randint(1, 6), rng.randint(1, 6)) for _ in range(count))))
-            batch.sort()
+            batch = Batch()
+            for group in range(count):
+                lengths = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
+                batch.sequences += siblings(rng.randint(1, 6), *lengths, group=group)
             batches.append(batch)
-        slices = micro_batches(batches, most_tokens)
-        visited = [number for start, stop in slices for number in range(start, stop)]
-        assert visited == list(range(max(len(batch.sequences) for batch in batches)))
-        for start, stop in slices:
-            tokens = pad([batch.sequences[start:stop] for batch in batches], CPU).ids_KST.numel()
-            assert tokens <= most_tokens or stop - start == 1
+        pieces = micro_batches(batches, most_tokens)
+        for k, batch in enumerate(batches):
+            visited = [id(one) for piece in pieces for group in piece[k] for one in group]
+            assert sorted(visited) == sorted(map(id, batch.sequences))
+        for piece in pieces:
+            assert pad(piece, CPU).tokens.numel() == tokens_of(piece)
+            assert all(len({one.group for one in group}) == 1 for node in piece for group in node)
+            alone = max(sum(map(len, node)) for node in piece) == 1
+            assert tokens_of(piece) <= most_tokens or alone
 
 
 def test_micro_batches_are_no_smaller_than_they_must_be() -> None:
-    batches = [Batch(sequences((2, 1), (2, 1), (2, 1), (3, 4))) for _ in range(2)]
-    assert micro_batches(batches, 2 * 3 * 3) == [(0, 3), (3, 4)]
-    assert micro_batches(batches, 2 * 4 * 7) == [(0, 4)]
+    def batch() -> Batch:
+        return Batch([*siblings(3, 4, 4), *(one for group in (1, 2, 3) for one in siblings(2, 1, group=group))])
+
+    def sizes(most_tokens: int) -> list[int]:
+        return [sum(map(len, piece[0])) for piece in micro_batches([batch(), batch()], most_tokens)]
+
+    assert sizes(2 * 3 * 3) == [3, 1, 1]
+    assert sizes(2 * 11) == [3, 2]
+    assert sizes(2 * 4 * 11) == [5]
     assert micro_batches([Batch(), Batch()], 100) == []

@@ -56,7 +56,7 @@ def test_every_model_of_the_pools_has_the_same_defaults_as_auto() -> None:
 
 
 def test_a_device_without_memory_of_its_own_counts_as_no_gpu() -> None:
-    assert gpu_memory("cpu") == gpu_memory("mps") == 0
+    assert gpu_memory("cpu", 2) == gpu_memory("mps", 2) == 0
 
 
 # What a worker does with it

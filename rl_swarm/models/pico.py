@@ -25,8 +25,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from rl_swarm.models import PICO_FOLDER
 from rl_swarm.policies import sampling
-from rl_swarm.policies.decoder import Shape, Weights, forward, logits, read_shape, read_weights, stack, weight_shapes
+from rl_swarm.policies.decoder import forward
+from rl_swarm.policies.families.parts import Shape, Weights
+from rl_swarm.policies.layout import parted, stack
 from rl_swarm.policies.logprobs import token_logprobs
+from rl_swarm.policies.reading import read_shape, read_weights, weight_shapes
 from rl_swarm.policies.tokens import Tokens
 from rl_swarm.tasks.arithmetic import KINDS, Arithmetic
 from rl_swarm.tasks.text import CLOSE, OPEN
@@ -117,7 +120,7 @@ def make(out: Path, seed: int, steps: int, batch: int, rate: float, tag_rate: fl
     out.mkdir(parents=True, exist_ok=True)
     write_config(out, write_tokenizer(out))
     shape, tokens = read_shape(out), Tokens(out)
-    weights = {name: w.to(device).requires_grad_() for name, w in stack(initial_weights(shape, seed), 1).items()}
+    weights = {name: w.to(device).requires_grad_() for name, w in stack(shape, initial_weights(shape, seed), 1).items()}
     adam = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device != "cpu")
     warmup = max(1, steps // 30)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -134,8 +137,7 @@ def make(out: Path, seed: int, steps: int, batch: int, rate: float, tag_rate: fl
             real[0, s, len(prompt) - 1 : len(prompt) + len(answer) - 1] = 1.0
         ids, real = ids.to(device), real.to(device)
         positions = torch.arange(length - 1, device=device).expand(1, batch, length - 1)
-        hidden = forward(shape, weights, ids[:, :, :-1], positions)
-        scores = logits(shape, weights, hidden.view(1, -1, WIDTH)).view(1, batch, length - 1, -1)
+        scores = forward(shape, weights, ids[:, :, :-1], positions)
         logp, _ = token_logprobs(scores, ids[:, :, 1:], 1.0)
         loss = -(logp * real).sum() / real.sum()
         adam.zero_grad(set_to_none=True)
@@ -149,7 +151,10 @@ def make(out: Path, seed: int, steps: int, batch: int, rate: float, tag_rate: fl
                 flush=True,
             )
     save_file(
-        {name: weight[0].detach().cpu().contiguous() for name, weight in weights.items()},
+        {
+            name: weight.contiguous()
+            for name, weight in parted(shape, {name: one[0].detach().cpu() for name, one in weights.items()}).items()
+        },
         out / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -167,7 +172,7 @@ def make(out: Path, seed: int, steps: int, batch: int, rate: float, tag_rate: fl
 def measure(folder: Path, questions: int, device: str) -> None:
     """Held-out questions, one sampled answer each (temperature 1), for every kind."""
     shape, tokens = read_shape(folder), Tokens(folder)
-    weights = {name: weight.to(device) for name, weight in stack(read_weights(folder, shape), 1).items()}
+    weights = {name: weight.to(device) for name, weight in stack(shape, read_weights(folder, shape), 1).items()}
     print(f"{'kind':12} reward  tagged  skill (tags or not)")
     rewards: list[float] = []
     for kind in KINDS:

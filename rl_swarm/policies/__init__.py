@@ -26,41 +26,47 @@ def open_policy(settings: Settings, nodes: Sequence[str]) -> Policy:
 
     _before_torch()
 
-    from rl_swarm.policies.decoder import read_config, unsupported
-    from rl_swarm.policies.engine import pick_device
+    from rl_swarm.policies.engine import pick_devices
+    from rl_swarm.policies.reading import read_config, unsupported
+    from rl_swarm.policies.spread import spread
 
-    device = pick_device(settings.device)
-    learning = learning_of(settings, device)
+    devices = pick_devices(settings.device, len(nodes))
+    learning = learning_of(settings, devices[0])
     reason = unsupported(read_config(folder))
     if settings.lora_rank or reason:
         from rl_swarm.policies.huggingface import huggingface_learner
 
-        return huggingface_learner(nodes, folder, learning, device, reason or "")
+        return spread(
+            nodes, devices, lambda held, device: huggingface_learner(held, folder, learning, device, reason or "")
+        )
 
     from rl_swarm.policies.stacked import stacked_learner
 
-    return stacked_learner(nodes, folder, learning, device)
+    return spread(nodes, devices, lambda held, device: stacked_learner(held, folder, learning, device))
 
 
 def learning_of(settings: Settings, device: str) -> Learning:
     """The learner's part of the settings, which has the same names."""
-    from rl_swarm.policies.engine import Learning
+    from rl_swarm.policies.engine import Learning, is_recent_gpu
 
     values = {name: getattr(settings, name) for name in Learning.__dataclass_fields__ if name in Settings.model_fields}
     if settings.dtype == "auto":
-        values["dtype"] = "bfloat16" if device == "cuda" else "float32"
+        values["dtype"] = "bfloat16" if is_recent_gpu(device) else "float32"
     return Learning(**values)
 
 
-def gpu_memory(device: str) -> int:
-    """Bytes of the GPU that DEVICE would compute on; 0 where there is none, or only one that shares the machine's."""
-    if device not in ("auto", "cuda"):
+def gpu_memory(device: str, nodes: int) -> int:
+    """Bytes of the smallest GPU that so many nodes would be on; 0 where there is none, or it shares the machine's."""
+    if device in ("mps", "cpu"):
         return 0
     _before_torch()
 
     import torch
 
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+    from rl_swarm.policies.engine import pick_devices
+
+    taken = [name for name in pick_devices(device, nodes) if name.startswith("cuda")]
+    return min((int(torch.cuda.get_device_properties(name).total_memory) for name in taken), default=0)
 
 
 def _before_torch() -> None:

@@ -1,242 +1,145 @@
 """The decoder, every weight with a leading node axis: K models of one shape run as one program.
 
-Weights are a plain dictionary under the names of an ordinary Hugging Face folder, each stacked over nodes, so loading
-and saving are a slice and a copy. With K=1 it is one model. What differs between families is in `families`; here are
-reading, attention and caching.
+One forward pass for every family, over weights in the layout of `layout`; with K=1 it is one model. The pass knows
+tokens only, N of them for each node in any order; how they make up sequences, and so what each may look at, is the
+business of an attention, of which there are three: whole sequences, completions that share their prompt (training),
+and one more token for sequences with a cache (sampling).
 
-Shape letters: K nodes, S sequences, T positions, N = S*T, D width, H heads, G key-value heads, E head width, V tokens.
+Shape letters: K nodes, Q questions, R completions of a question, S sequences (Q * R of them), T positions, P prompt
+positions, C completion positions, N tokens, D width, H heads, G key-value heads, E head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_swarm.errors import ModelError
-from rl_swarm.policies.families import gpt2, llama
-from rl_swarm.policies.families.parts import Attend, Shape, Weights, linear
+from rl_swarm.policies.families.parts import Shape, Weights
+from rl_swarm.policies.layout import of_layer
 
-__all__ = [
-    "Cache",
-    "Shape",
-    "Weights",
-    "forward",
-    "linear",
-    "logits",
-    "read_config",
-    "read_shape",
-    "read_weights",
-    "stack",
-    "unsupported",
-    "weight_shapes",
-]
+# A layer's weights and its (K, N, H*E + 2*G*E) queries, keys and values; gives (K, N, H*E).
+Attend = Callable[[Weights, Tensor], Tensor]
+Block = Callable[[Shape, Weights, Tensor, Attend], Tensor]
 
 
-class Family(Protocol):
-    """What a module of `families` offers."""
-
-    PREFIX: str  # of every weight's name but the head's; folders saved from the bare model leave it out
-    EMBEDDING: str
-
-    def unlike(self, config: dict[str, Any]) -> dict[str, bool]: ...
-    def read_shape(self, config: dict[str, Any]) -> Shape: ...
-    def weight_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]: ...
-    def embed(self, weights: Weights, ids_KN: Tensor, positions_KN: Tensor) -> Tensor: ...
-    def block(self, shape: Shape, weights: Weights, layer: int, x_KND: Tensor, attend: Attend) -> Tensor: ...
-    def last_norm(self, shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor: ...
+def linear(weights: Weights, name: str, x_KND: Tensor) -> Tensor:
+    weight, bias = weights[name + ".weight"].transpose(1, 2), weights.get(name + ".bias")
+    # Adding the bias within the product rounds once in bfloat16, as transformers does.
+    return torch.bmm(x_KND, weight) if bias is None else torch.baddbmm(bias[:, None], x_KND, weight)
 
 
-FAMILIES: dict[str, Family] = {"gpt2": gpt2, "llama": llama, "qwen2": llama, "qwen3": llama}
+def look_up(table_KVD: Tensor, ids_KN: Tensor) -> Tensor:
+    """Each node's rows from its own table, (K, N, D)."""
+    K, V, D = table_KVD.shape
+    nodes = torch.arange(K, device=ids_KN.device)[:, None]
+    if not table_KVD.requires_grad:  # may be one table seen K times, which must not be copied out
+        return table_KVD[nodes, ids_KN]
+    return F.embedding(ids_KN + nodes * V, table_KVD.reshape(K * V, D))
 
 
-# Reading a model folder
+def norm(weights: Weights, name: str, x_KND: Tensor, epsilon: float) -> Tensor:
+    """A layer norm where there is a bias, else an RMS norm; both rounded as in transformers."""
+    weight_KD, bias_KD = weights[name + ".weight"], weights.get(name + ".bias")
+    if bias_KD is None:
+        return _rms_norm(x_KND, weight_KD[:, None], epsilon)
+    # All of it in float32 and rounded once, as torch's own layer norm does, which knows no node axis.
+    normed = F.layer_norm(x_KND.float(), x_KND.shape[-1:], eps=epsilon)
+    return (normed * weight_KD[:, None].float() + bias_KD[:, None].float()).to(x_KND.dtype)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(f"{folder} is not a model folder: it has no config.json.") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} does not describe a model.")
-    return config
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    # In float32 up to the weight, which multiplies in the compute type.
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    return (x.float() * scale).to(x.dtype) * weight
 
 
-def unsupported(config: dict[str, Any]) -> str | None:
-    """Why this decoder would compute the model wrongly, to be read after the model's name; None if it would not."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        return f"is a {config.get('model_type')!r} model"
-    if config.get("quantization_config"):
-        return "has quantised weights"
-    return next((f"has {what}" for what, found in family.unlike(config).items() if found), None)
+def embed(weights: Weights, ids_KN: Tensor, positions_KN: Tensor) -> Tensor:
+    x_KND = look_up(weights["embed"], ids_KN)
+    return x_KND + look_up(weights["positions"], positions_KN) if "positions" in weights else x_KND
 
 
-def read_shape(folder: Path) -> Shape:
-    """The shape of the model in a Hugging Face folder, refusing what this forward pass would compute wrongly."""
-    config = read_config(folder)
-    if reason := unsupported(config):
-        raise ModelError(f"{folder} {reason}; this decoder runs plain {', '.join(FAMILIES)} models.")
-    try:
-        return FAMILIES[config["model_type"]].read_shape(config)
-    except KeyError as error:
-        raise ModelError(f"{folder / 'config.json'} lacks {error}.") from None
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} does not describe a model: {error}.") from None
+def block(shape: Shape, weights: Weights, x_KND: Tensor, attend: Attend) -> Tensor:
+    """One layer: attention and feed-forward, each added to the stream."""
+    return after_attention(shape, weights, x_KND, attend(weights, before_attention(shape, weights, x_KND)))
 
 
-def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model, in the order in which they are drawn and saved."""
-    head = {} if shape.tied else {"lm_head.weight": (shape.vocabulary, shape.width)}
-    return FAMILIES[shape.family].weight_shapes(shape) | head
+def before_attention(shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor:
+    return linear(weights, "qkv", norm(weights, "norm1", x_KND, shape.norm_epsilon))
 
 
-def read_weights(folder: Path, shape: Shape) -> Weights:
-    """One model's weights in float32, without a node axis."""
-    found: Weights = {}
-    for path in _weight_files(folder):
-        try:
-            found |= load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read: {error}.") from None
-    family = FAMILIES[shape.family]
-    weights: Weights = {}
-    for name, size in weight_shapes(shape).items():
-        weight = found.get(name, found.get(name.removeprefix(family.PREFIX)))
-        if weight is None:
-            raise ModelError(f"{folder} lacks the weight {name}.")
-        if tuple(weight.shape) != size:
-            raise ModelError(f"{folder}: {name} has shape {tuple(weight.shape)}, config.json implies {size}.")
-        weights[name] = weight.float()
-    head = found.get("lm_head.weight")
-    if shape.tied and head is not None and not torch.equal(head.float(), weights[family.EMBEDDING + ".weight"]):
-        # transformers would use this head, others would not.
-        raise ModelError(
-            f"{folder}: config.json ties the head to the embedding, but the weights hold another lm_head.weight. "
-            "Set tie_word_embeddings to false, or leave the head out."
-        )
-    return weights
+def after_attention(shape: Shape, weights: Weights, x_KND: Tensor, attended_KNX: Tensor) -> Tensor:
+    x_KND = x_KND + linear(weights, "out", attended_KNX)
+    inner = linear(weights, "up", norm(weights, "norm2", x_KND, shape.norm_epsilon))
+    if shape.gated:
+        gate, up = inner.chunk(2, -1)
+        inner = F.silu(gate) * up
+    else:
+        inner = F.gelu(inner, approximate="tanh")
+    return x_KND + linear(weights, "down", inner)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The file of the whole model, or its shards."""
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-    if not files and (folder / "pytorch_model.bin").exists():
-        raise ModelError(
-            f"{folder} has its weights in pytorch_model.bin, which could run any code when opened, and no .safetensors "
-            "file. Convert it on a machine that trusts it: load the model with transformers and call save_pretrained."
-        )
-    if not files:
-        raise ModelError(f"{folder} has no weights: no .safetensors file in it.")
-    return files
+def run(
+    shape: Shape,
+    weights: Weights,
+    ids_KN: Tensor,
+    positions_KN: Tensor,
+    attention: Callable[[int], Attend],
+    *,
+    checkpointed: bool = False,
+    block: Block = block,
+) -> Tensor:
+    """Hidden states before the last norm, (K, N, D)."""
+    x_KND = embed(weights, ids_KN, positions_KN)
+    for layer in range(shape.layers):
+        arguments = (shape, of_layer(weights, layer), x_KND, attention(layer))
+        x_KND = checkpoint(block, *arguments, use_reentrant=False) if checkpointed else block(*arguments)
+    return x_KND
 
 
-def stack(weights: Weights, copies: int) -> Weights:
-    """The same model for every node; from here on they go their own ways."""
-    return {name: weight.unsqueeze(0).repeat(copies, *(1,) * weight.dim()) for name, weight in weights.items()}
-
-
-# The forward pass
-
-
-@dataclass(slots=True)
-class Cache:
-    """Keys and values of every layer, (K*S, G, T, E). An empty one is filled by the forward pass over the prompts."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+def scores(shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor:
+    """Scores over the vocabulary, (K, N, V), of hidden states before the last norm."""
+    hidden_KND = norm(weights, "last", x_KND, shape.norm_epsilon)
+    table = weights["embed" if shape.tied else "head"]
+    # Tables may be longer than the vocabulary; the product is quick because they are.
+    return torch.bmm(hidden_KND, table.transpose(1, 2))[..., : shape.vocabulary]
 
 
 def forward(
-    shape: Shape,
-    weights: Weights,
-    ids_KST: Tensor,
-    positions_KST: Tensor,
-    cache: Cache | None = None,
-    mask: Tensor | None = None,
-    checkpointed: bool = False,
+    shape: Shape, weights: Weights, ids_KST: Tensor, positions_KST: Tensor, *, checkpointed: bool = False
 ) -> Tensor:
-    """Hidden states after the last norm, (K, S, T, D).
-
-    Sequences are padded on the right, so causal attention alone keeps padding out of every real position.
-    An empty cache collects the keys and values of this pass. With a filled one T is 1: keys and values go to each
-    sequence's own slot `positions_KST`, and attention runs over the cache under `mask`.
-    """
+    """Scores over the vocabulary at every position of whole sequences, (K, S, T, V)."""
     K, S, T = ids_KST.shape
-    family = FAMILIES[shape.family]
-    x = family.embed(weights, ids_KST.reshape(K, S * T), positions_KST.reshape(K, S * T))
-    rows = positions_KST.reshape(K * S, T)
-    rotary = None if shape.rotary_base is None else _rotary(rows, shape.head_width, shape.rotary_base, x.dtype)
-    attend = _Attention(K, rows, rotary, cache, mask)
-
-    def block(x: Tensor, layer: int) -> Tensor:
-        return family.block(shape, weights, layer, x, attend)
-
-    for layer in range(shape.layers):
-        x = checkpoint(block, x, layer, use_reentrant=False) if checkpointed else block(x, layer)
-    return family.last_norm(shape, weights, x).view(K, S, T, shape.width)
+    attend = Whole(shape, S, rotary(shape, weights, positions_KST.reshape(K, S * T)))
+    x_KND = run(
+        shape,
+        weights,
+        ids_KST.reshape(K, S * T),
+        positions_KST.reshape(K, S * T),
+        lambda layer: attend,
+        checkpointed=checkpointed,
+    )
+    return scores(shape, weights, x_KND).view(K, S, T, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    """Attention within one forward pass: knows where its tokens stand and what they may look at."""
+# Attention
 
-    nodes: int
-    rows: Tensor  # positions, (K*S, T)
-    rotary: tuple[Tensor, Tensor] | None
-    cache: Cache | None
-    mask: Tensor | None
-
-    def __call__(self, layer: int, queries_KNHE: Tensor, keys_KNGE: Tensor, values_KNGE: Tensor) -> Tensor:
-        queries, keys, values = self._by_head(queries_KNHE), self._by_head(keys_KNGE), self._by_head(values_KNGE)
-        if self.rotary is not None:
-            queries, keys = _rotate(queries, *self.rotary), _rotate(keys, *self.rotary)
-        if self.cache is not None:
-            keys, values = self._remember(self.cache, layer, keys, values)
-        groups = queries.shape[1] // keys.shape[1]
-        if groups > 1:
-            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        causal = self.mask is None and self.rows.shape[1] > 1
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask, is_causal=causal)
-        return out.transpose(1, 2).reshape(self.nodes, queries_KNHE.shape[1], -1)
-
-    def _by_head(self, x_KNHE: Tensor) -> Tensor:
-        """(K*S, H, T, E): sequences of all nodes side by side."""
-        return x_KNHE.reshape(*self.rows.shape, *x_KNHE.shape[2:]).transpose(1, 2)
-
-    def _remember(self, cache: Cache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new keys and values into the cache; returns those to look at."""
-        if self.mask is None:
-            cache.keys.append(keys)
-            cache.values.append(values)
-            return keys, values
-        sequences, slots = torch.arange(len(self.rows), device=self.rows.device), self.rows[:, 0]
-        cache.keys[layer][sequences, :, slots] = keys[:, :, 0]
-        cache.values[layer][sequences, :, slots] = values[:, :, 0]
-        return cache.keys[layer], cache.values[layer]
+Rotary = tuple[Tensor, Tensor]
 
 
-def _rotary(rows: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each token's position, (K*S, 1, T, E), worked out in float32."""
-    exponents = torch.arange(0, width, 2, device=rows.device, dtype=torch.float32) / width
+def rotary(shape: Shape, weights: Weights, positions_KN: Tensor) -> Rotary | None:
+    """Cosines and sines of each token's position, (K, N, 1, E), worked out in float32."""
+    if shape.rotary_base is None:
+        return None
+    exponents = torch.arange(0, shape.head_width, 2, device=positions_KN.device, dtype=torch.float32) / shape.head_width
     # Rounded as in transformers: dividing by base**exponents is as exact, but drifts from it by 1e-3 in 3,000 tokens.
-    angles = rows[:, None, :, None].float() * (1.0 / base**exponents)
+    angles = positions_KN[..., None, None].float() * (1.0 / shape.rotary_base**exponents)
     angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos().to(weights["embed"].dtype), angles.sin().to(weights["embed"].dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -244,6 +147,146 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
-def logits(shape: Shape, weights: Weights, hidden_KND: Tensor) -> Tensor:
-    """Scores over the vocabulary, (K, N, V), in float32."""
-    return linear(weights, FAMILIES[shape.family].EMBEDDING if shape.tied else "lm_head", hidden_KND).float()
+def split_heads(shape: Shape, weights: Weights, qkv_KNX: Tensor, turns: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (K, N, H, E), keys and values (K, N, G, E), normed and turned where the model does so."""
+    heads = qkv_KNX.view(*qkv_KNX.shape[:2], -1, shape.head_width)
+    queries, keys, values = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads], 2)
+    if "q_norm.weight" in weights:
+        queries = _rms_norm(queries, weights["q_norm.weight"][:, None, None], shape.norm_epsilon)
+        keys = _rms_norm(keys, weights["k_norm.weight"][:, None, None], shape.norm_epsilon)
+    if turns is not None:
+        queries, keys = _rotate(queries, *turns), _rotate(keys, *turns)
+    return queries, keys, values
+
+
+Split = Callable[[Shape, Weights, Tensor, Rotary | None], tuple[Tensor, Tensor, Tensor]]
+
+
+def _by_head(x_KNHE: Tensor, sequences: int) -> Tensor:
+    """(K * sequences, H, T, E): sequences of all nodes side by side."""
+    K, N, H, E = x_KNHE.shape
+    return x_KNHE.reshape(K * sequences, N // sequences, H, E).transpose(1, 2)
+
+
+def _scaled_dot_product(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Causal without a mask; (sequences, T, H*E)."""
+    shared = queries.shape[1] // keys.shape[1]
+    if shared > 1:
+        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Sequences from their first token on, padded on the right: causality alone keeps padding out of what is real."""
+
+    shape: Shape
+    sequences: int
+    turns: Rotary | None
+    # Where to put keys and values of each layer, (K * S, G, T, E), in order.
+    kept: list[tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, weights: Weights, qkv_KNX: Tensor) -> Tensor:
+        parts = split_heads(self.shape, weights, qkv_KNX, self.turns)
+        queries, keys, values = (_by_head(part, self.sequences) for part in parts)
+        if self.kept is not None:
+            self.kept.append((keys, values))
+        return _scaled_dot_product(queries, keys, values).reshape(*qkv_KNX.shape[:2], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Prompts and, behind all of them, R completions of each: a prompt is passed once, not once per completion.
+
+    A completion looks at its prompt and at itself; `mask` (K * S, 1, C, P + C) is added to the scores and keeps it from
+    its prompt's padding and its own future.
+    """
+
+    shape: Shape
+    turns: Rotary | None
+    prompts_KQP: Tensor  # only their shape counts
+    mask: Tensor
+    split: Split = split_heads
+
+    def __call__(self, weights: Weights, qkv_KNX: Tensor) -> Tensor:
+        K, Q, P = self.prompts_KQP.shape
+        S, C = self.mask.shape[0] // K, self.mask.shape[2]
+        parts = self.split(self.shape, weights, qkv_KNX, self.turns)
+        prompt = [_by_head(part[:, : Q * P], Q) for part in parts]
+        queries, keys, values = (_by_head(part[:, Q * P :], S) for part in parts)
+
+        def before(shared: Tensor, own: Tensor) -> Tensor:
+            _, G, _, E = shared.shape
+            each = shared[:, None].expand(K * Q, S // Q, G, P, E).reshape(K * S, G, P, E)
+            return torch.cat((each, own), 2)
+
+        looked = _scaled_dot_product(queries, before(prompt[1], keys), before(prompt[2], values), self.mask)
+        return torch.cat((_scaled_dot_product(*prompt).view(K, Q * P, -1), looked.view(K, S * C, -1)), 1)
+
+
+def grouped_mask(lengths_KQ: Tensor, prompt: int, siblings: int, completion: int, dtype: torch.dtype) -> Tensor:
+    """The mask of `Grouped`: zero where a completion may look, (K * S, 1, C, P + C)."""
+    device = lengths_KQ.device
+    seen = torch.arange(prompt, device=device) < lengths_KQ.reshape(-1, 1, 1)
+    seen = seen.repeat_interleave(siblings, 0).expand(-1, completion, -1)
+    earlier = torch.ones(completion, completion, dtype=torch.bool, device=device).tril()
+    allowed = torch.cat((seen, earlier.expand(len(seen), -1, -1)), 2)
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)[:, None]
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values, in float32: of the prompts once, (K * Q, G, P, E), of completions so far, (K * S, G, C, E)."""
+
+    prompts: list[tuple[Tensor, Tensor]]
+    lengths_KQ: Tensor
+    completions: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def make_room(self, siblings: int, new_tokens: int) -> None:
+        for keys, _ in self.prompts:
+            size = (len(keys) * siblings, keys.shape[1], new_tokens, keys.shape[3])
+            self.completions.append((keys.new_zeros(size), keys.new_zeros(size)))
+
+    def leave(self, rows: Tensor, siblings: int) -> None:
+        """Go on with these of the K * S sequences, each from now on with a prompt of its own."""
+        questions = rows // siblings
+        self.prompts = [(keys[questions], values[questions]) for keys, values in self.prompts]
+        self.completions = [(keys[rows], values[rows]) for keys, values in self.completions]
+        K = len(self.lengths_KQ)
+        self.lengths_KQ = self.lengths_KQ.reshape(-1)[questions].view(K, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One more token for each sequence: its keys and values go into the cache, and it looks at all that is there.
+
+    Scores with a prompt's positions are one product for all of its completions.
+    """
+
+    shape: Shape
+    turns: Rotary | None
+    cache: Cache
+    written: int  # completion positions already in the cache
+    hidden: Tensor  # what is added to scores with a prompt's padding, (K * Q, 1, 1, P)
+    layer: int
+
+    def __call__(self, weights: Weights, qkv_KNX: Tensor) -> Tensor:
+        K, S, _ = qkv_KNX.shape
+        queries, new_keys, new_values = split_heads(self.shape, weights, qkv_KNX, self.turns)
+        keys, values = self.cache.completions[self.layer]
+        keys[:, :, self.written], values[:, :, self.written] = new_keys.flatten(0, 1), new_values.flatten(0, 1)
+        keys, values = keys[:, :, : self.written + 1], values[:, :, : self.written + 1]
+        prompt_keys, prompt_values = self.cache.prompts[self.layer]
+        (KQ, G, P, E), each = prompt_keys.shape, self.shape.heads // self.shape.kv_heads
+        R = K * S // KQ
+        own = queries.float().reshape(K * S, G, each, E) * E**-0.5
+        # Completions of one question lie side by side, so their queries are the rows of one product.
+        asked = own.view(KQ, R, G, each, E).transpose(1, 2).reshape(KQ, G, R * each, E)
+        to_prompt = asked @ prompt_keys.transpose(2, 3) + self.hidden
+        to_prompt = to_prompt.view(KQ, G, R, each, P).transpose(1, 2).reshape(K * S, G, each, P)
+        shares = torch.cat((to_prompt, own @ keys.transpose(2, 3)), 3).softmax(-1)
+        on_prompt = shares[..., :P].reshape(KQ, R, G, each, P).transpose(1, 2).reshape(KQ, G, R * each, P)
+        found = (on_prompt @ prompt_values).view(KQ, G, R, each, E).transpose(1, 2).reshape(K * S, G, each, E)
+        found = found + shares[..., P:] @ values
+        return found.reshape(K, S, -1).to(qkv_KNX.dtype)

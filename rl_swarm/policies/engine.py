@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,8 @@ class Learning:
     micro_batch_tokens: int | None = None
     dtype: str = "float32"
     gradient_checkpointing: bool = False
+    compile: str = "auto"
+    cuda_graphs: bool = True
     lora_rank: int = 0
     chat_template: str = "auto"
 
@@ -100,11 +103,25 @@ class Models(Protocol):
         ...
 
 
-def pick_device(wanted: str) -> str:
-    """The device to compute on. `auto` takes cuda, then mps, then cpu."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return next(name for name, available in there.items() if available)
-    if not there[wanted]:
-        raise SettingsError(f"DEVICE={wanted!r} is not available on this machine; use auto or cpu.")
-    return wanted
+def pick_devices(wanted: str, nodes: int) -> list[str]:
+    """The devices to compute on, never more than nodes. `auto` takes cuda, then mps, then cpu; `cuda` is all GPUs."""
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    there = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
+    if gpus and wanted in ("auto", "cuda"):
+        return gpus[:nodes] if len(gpus) > 1 and nodes > 1 else ["cuda"]
+    named = [there[0]] if wanted == "auto" else wanted.split(",")
+    if not set(named) <= set(there):
+        raise SettingsError(
+            f"DEVICE={wanted!r} is not allowed: torch finds only {', '.join(there)} on this machine; use these or auto."
+        )
+    return named[:nodes]
+
+
+def is_recent_gpu(device: torch.device | str) -> bool:
+    """Ampere and later: they compute in bfloat16, and our own kernels are written for them."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether our own kernels do."""
+    return is_recent_gpu(device) and find_spec("triton") is not None

@@ -156,23 +156,27 @@ class HuggingfaceModels:
     def _score(self, model: Any, padded: Padded, k: int, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of one node's completion tokens, (1, S, C)."""
         one = slice(k, k + 1)
-        where = (padded.source_KSC[one], padded.targets_KSC[one], padded.real_KSC[one])
-        if not where[2].any():
-            nothing = torch.zeros_like(where[2])
+        real_1SC = padded.real_KSC[one]
+        if not real_1SC.any():
+            nothing = torch.zeros_like(real_1SC)
             return nothing, nothing
-        ids_ST = padded.ids_KST[k]
+        # Not every model can be told that sequences share a prompt: here each has its own.
+        ids_1ST, source_1SC = padded.whole(k)
+        where = (source_1SC, padded.targets_KSC[one], real_1SC)
         if self._plain_head:
-            hidden_STD = model.base_model(input_ids=ids_ST, use_cache=False).last_hidden_state
+            hidden_STD = model.base_model(input_ids=ids_1ST[0], use_cache=False).last_hidden_state
             head = model.get_output_embeddings()
             return at_real_positions(
                 lambda hidden, targets: chunked_logprobs(head, hidden, targets, temperature, self.vocabulary),
-                hidden_STD[None],
+                hidden_STD.flatten(0, 1)[None],
                 *where,
             )
         # What the model does between its last hidden state and its scores is its own affair: take the scores.
-        scores_STV = model(input_ids=ids_ST, use_cache=False).logits
+        scores_STV = model(input_ids=ids_1ST[0], use_cache=False).logits
         return at_real_positions(
-            lambda scores, targets: token_logprobs(scores, targets, temperature), scores_STV[None], *where
+            lambda scores, targets: token_logprobs(scores, targets, temperature),
+            scores_STV.flatten(0, 1)[None],
+            *where,
         )
 
     # Learning

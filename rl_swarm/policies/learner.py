@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_swarm.errors import ModelError
 from rl_swarm.policies import grpo, saving
 from rl_swarm.policies.advantages import advantages
-from rl_swarm.policies.batches import Batch, TrainingSequence, longest, micro_batches, pad
+from rl_swarm.policies.batches import Batch, MicroBatch, Padded, TrainingSequence, micro_batches, pad, tokens_of
 from rl_swarm.policies.engine import Learning, Models
 from rl_swarm.policies.families.parts import Weights
 from rl_swarm.policies.figures import Figures, note_gap
@@ -179,9 +179,6 @@ class Learner:
         for k, node in enumerate(self._nodes):
             for number, scored in enumerate(batches[node]):
                 self._add(dealt[number % count][k], node, number, scored)
-        for minibatch in dealt:
-            for batch in minibatch:
-                batch.sort()
         return dealt
 
     def _add(self, batch: Batch, node: str, group: int, scored: ScoredGroup) -> None:
@@ -258,15 +255,20 @@ class Learner:
                 for batch in minibatch:
                     self._correct(batch)
 
-    def _note_old(self, slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[Figures]) -> None:
-        padded = pad(slices, self._models.device)
+    def _note_old(self, micro_batch: MicroBatch, figures: Sequence[Figures]) -> None:
+        padded = self._pad(micro_batch)
         with torch.no_grad():
             logp_KSC, _ = self._models.logprobs(padded, self._learning.temperature)
         note_gap(figures, padded, logp_KSC)
         rows = logp_KSC.tolist()
-        for k, sequences in enumerate(slices):
-            for s, sequence in enumerate(sequences):
-                sequence.old_logprobs = rows[k][s][: len(sequence.completion)]
+        for k, node in enumerate(micro_batch):
+            for q, siblings in enumerate(node):
+                for s, sequence in enumerate(siblings, q * padded.siblings):
+                    sequence.old_logprobs = rows[k][s][: len(sequence.completion)]
+
+    def _pad(self, micro_batch: MicroBatch) -> Padded:
+        # Attention kernels on a GPU want rows of masks that are multiples of 16 bytes.
+        return pad(micro_batch, self._models.device, 8 if self._models.device.type == "cuda" else 1)
 
     def _correct(self, batch: Batch) -> None:
         """Put corrected advantages in place of those of peers' groups."""
@@ -285,40 +287,37 @@ class Learner:
     def _in_micro_batches(
         self,
         minibatch: Sequence[Batch],
-        visit: Callable[[Sequence[Sequence[TrainingSequence]], Sequence[Figures]], None],
+        visit: Callable[[MicroBatch, Sequence[Figures]], None],
         figures: Sequence[Figures],
     ) -> None:
         """Visit a minibatch piece by piece. Out of memory: again from the start in smaller pieces."""
         while True:
-            slices = micro_batches(minibatch, self._micro_batch_tokens)
+            pieces = micro_batches(minibatch, self._micro_batch_tokens)
             gathered = [Figures() for _ in self._nodes]
             try:
-                for start, stop in slices:
-                    visit([batch.sequences[start:stop] for batch in minibatch], gathered)
+                for piece in pieces:
+                    visit(piece, gathered)
             except RuntimeError as error:
                 self._models.drop_gradients()
                 if not is_out_of_memory(error):
                     raise
-                if max(stop - start for start, stop in slices) == 1:
+                if all(sum(map(len, node)) <= 1 for piece in pieces for node in piece):
                     raise ModelError(
                         "There is not enough memory to train on even one completion at a time: set "
                         "GRADIENT_CHECKPOINTING=True, lower MAX_NEW_TOKENS or the number of nodes, or take a smaller "
                         "model."
                     ) from None
-                tried = max(len(minibatch) * (stop - start) * longest(minibatch, stop) for start, stop in slices)
-                self._micro_batch_tokens = min(self._micro_batch_tokens, tried) // 2
+                self._micro_batch_tokens = min(self._micro_batch_tokens, max(map(tokens_of, pieces))) // 2
                 self._backoffs += 1
             else:
                 for total, part in zip(figures, gathered, strict=True):
                     total.add(part)
                 return
 
-    def _pass(
-        self, minibatch: Sequence[Batch], slices: Sequence[Sequence[TrainingSequence]], figures: Sequence[Figures]
-    ) -> None:
+    def _pass(self, minibatch: Sequence[Batch], micro_batch: MicroBatch, figures: Sequence[Figures]) -> None:
         """Forward and backward of one micro-batch: gradients add up in the models, figures in `figures`."""
         learning, models = self._learning, self._models
-        padded = pad(slices, models.device)
+        padded = self._pad(micro_batch)
         real_KSC = padded.real_KSC
         logp_KSC, entropy_KSC = models.logprobs(padded, learning.temperature)
         said = logp_KSC.detach()

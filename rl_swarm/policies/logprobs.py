@@ -24,6 +24,9 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     return chosen, entropy
 
 
+Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def chunked_logprobs(
     head: Callable[[Tensor], Tensor],
     hidden_KND: Tensor,
@@ -32,51 +35,56 @@ def chunked_logprobs(
     vocabulary: int,
     most_numbers: int = CHUNK_NUMBERS,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logprobs(head(hidden), targets)`, a chunk of positions at a time.
+    """As `token_logprobs(head(hidden), targets)`, a chunk of positions at a time."""
 
-    The scores of a chunk are computed again on the way back instead of being kept.
-    """
-    K, N, _ = hidden_KND.shape
-
-    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(hidden), targets, temperature)
 
+    return in_chunks(score, hidden_KND, targets_KN, vocabulary, most_numbers)
+
+
+def in_chunks(
+    score: Score, hidden_KND: Tensor, targets_KN: Tensor, vocabulary: int, most_numbers: int
+) -> tuple[Tensor, Tensor]:
+    """As `score(hidden, targets)`, a chunk of positions at a time.
+
+    The scores of a chunk are computed again on the way back instead of being kept, unless there is only one.
+    """
+    K, N, _ = hidden_KND.shape
     size = max(1, most_numbers // (K * vocabulary))
     if size >= N:
-        return chunk(hidden_KND, targets_KN)
+        return score(hidden_KND, targets_KN)
     parts: list[tuple[Tensor, Tensor]] = []
     for start in range(0, N, size):
         piece = (hidden_KND[:, start : start + size], targets_KN[:, start : start + size])
-        parts.append(checkpoint(chunk, *piece, use_reentrant=False) if torch.is_grad_enabled() else chunk(*piece))
+        parts.append(checkpoint(score, *piece, use_reentrant=False) if torch.is_grad_enabled() else score(*piece))
     return torch.cat([logp for logp, _ in parts], 1), torch.cat([entropy for _, entropy in parts], 1)
 
 
 def at_real_positions(
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    hidden_KSTD: Tensor,
+    score: Score,
+    hidden_KND: Tensor,
     source_KSC: Tensor,
     targets_KSC: Tensor,
     real_KSC: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Score completion tokens and nothing else: padding costs memory and time by the vocabulary's size.
 
-    Real positions are packed side by side, (K, N) with N the most any node has, scored, and put back in their places;
-    everywhere else there is zero.
+    `source` says which of the hidden states scores a completion's token. Real positions are packed side by side, (K, M)
+    with M the most any node has, scored, and put back in their places; everywhere else there is zero.
     """
-    K, S, T, D = hidden_KSTD.shape
-    C = source_KSC.shape[2]
+    K, S, C = source_KSC.shape
     real = real_KSC.reshape(K, S * C).bool()
     # A stable sort brings each node's real positions to the front, in order.
-    order_KN = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
-    offsets_S = torch.arange(S, device=source_KSC.device)[:, None] * T
-    source_KN = (source_KSC + offsets_S).reshape(K, S * C).gather(1, order_KN)
-    targets_KN = targets_KSC.reshape(K, S * C).gather(1, order_KN)
-    hidden_KND = hidden_KSTD.reshape(K, S * T, D).gather(1, source_KN[..., None].expand(-1, -1, D))
-    logp_KN, entropy_KN = score(hidden_KND, targets_KN)
+    order_KM = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
+    source_KM = source_KSC.reshape(K, S * C).gather(1, order_KM)
+    targets_KM = targets_KSC.reshape(K, S * C).gather(1, order_KM)
+    hidden_KMD = hidden_KND.gather(1, source_KM[..., None].expand(-1, -1, hidden_KND.shape[2]))
+    logp_KM, entropy_KM = score(hidden_KMD, targets_KM)
 
-    def back(values_KN: Tensor) -> Tensor:
-        # A node with fewer real positions than N had others scored for company: those are dropped.
-        found = values_KN.new_zeros(K, S * C).scatter(1, order_KN, values_KN)
+    def back(values_KM: Tensor) -> Tensor:
+        # A node with fewer real positions than M had others scored for company: those are dropped.
+        found = values_KM.new_zeros(K, S * C).scatter(1, order_KM, values_KM)
         return torch.where(real, found, 0.0).view(K, S, C)
 
-    return back(logp_KN), back(entropy_KN)
+    return back(logp_KM), back(entropy_KM)

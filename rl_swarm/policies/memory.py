@@ -11,11 +11,14 @@ import torch
 from rl_swarm.policies.logprobs import CHUNK_NUMBERS
 
 GIB = 2**30
-USUAL_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 256
-# Activations of one pass on a CPU, where nothing else is asked for.
-CPU_ACTIVATIONS = GIB // 2
+USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 65_536, 256
+# A GPU's share of free memory for the activations of a pass, and the part of it, in numbers per byte, for scores.
+GPU_ACTIVATIONS, GPU_SCORES = 4, 64
+# Activations of one pass on a CPU, where nothing else is asked for. Every pass adds to all gradients: with a quarter of
+# this, a pass of SmolLM2 spends more time on that than on the model.
+CPU_ACTIVATIONS = GIB * 5 // 4
 # Scores over the vocabulary are there as such, as log-probs, as probabilities and as a gradient.
-CHUNK_BYTES = 4 * 4 * CHUNK_NUMBERS
+SCORE_BYTES = 4 * 4
 # What allocators say that have no error of their own for it.
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
 
@@ -44,6 +47,7 @@ class Counts:
     layers: int
     vocabulary: int
     checkpointed: bool
+    chunk: int = CHUNK_NUMBERS  # scores over the vocabulary held at a time
 
     @property
     def activation_bytes(self) -> int:
@@ -84,7 +88,7 @@ def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: i
     """What a round of this work takes, and the largest micro-batch, at most the one given, that fits what is free."""
     item, per_token = counts.item, counts.activation_bytes
     wanted = min(micro_batch_tokens, counts.nodes * work.trained * work.tokens)
-    scores = min(CHUNK_BYTES, 16 * wanted * counts.vocabulary)
+    scores = SCORE_BYTES * min(counts.chunk, wanted * counts.vocabulary)
     gradients = 4 * counts.trained
     fit = fitting(wanted, per_token, gradients + scores, free)
     return Estimate(
@@ -102,9 +106,18 @@ def size(count: float) -> str:
 
 def default_micro_batch(counts: Counts, device: torch.device) -> int:
     """Large passes make a GPU quick; on a CPU they only take memory."""
+    free = free_memory(device)
+    if device.type == "cuda" and free is not None:
+        return fitting(LARGEST_MICRO_BATCH, counts.activation_bytes, 0, free // GPU_ACTIVATIONS)
     if device.type != "cpu":
         return USUAL_MICRO_BATCH
     return fitting(USUAL_MICRO_BATCH, counts.activation_bytes, 0, CPU_ACTIVATIONS)
+
+
+def default_chunk(device: torch.device) -> int:
+    """Scores over the vocabulary to hold at a time: on a GPU as many as it bears, there one chunk is quickest."""
+    free = free_memory(device) if device.type == "cuda" else None
+    return CHUNK_NUMBERS if free is None else max(CHUNK_NUMBERS, free // GPU_SCORES)
 
 
 def fitting(wanted: int, per_token: int, fixed: int, free: int | None) -> int:

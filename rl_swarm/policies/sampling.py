@@ -3,18 +3,21 @@
 Each node's draws come from its own seed and are laid out before decoding starts (one uniform number per completion and
 position), so its tokens depend neither on its co-hosted neighbours nor on when others stop.
 
-Shape letters: K nodes, Q questions, S = Q * group size sequences, T positions, C new tokens, V vocabulary.
+Shape letters: K nodes, Q questions, S sequences (siblings side by side), M of them still running, P prompt positions,
+C new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rl_swarm.policies.decoder import Cache, Shape, Weights, forward, logits
+from rl_swarm.policies.decoder import Block, Cache, Step, Whole, block, rotary, run, scores
+from rl_swarm.policies.families.parts import Shape, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,19 @@ def pick(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float)
     logp_SV = torch.log_softmax(logits_SV / temperature, -1)
     weights = logp_SV.exp()
     if top_p < 1:
-        ordered, order = weights.sort(-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
-        weights = torch.zeros_like(weights).scatter(-1, order, ordered)
+        weights = nucleus(weights, top_p)
     cumulative = weights.cumsum(-1)
     threshold = uniform_S[..., None] * cumulative[..., -1:]
     # A token of weight zero adds nothing to the sum, so `>` steps over it; the clamp guards the last rounding.
     ids = (cumulative <= threshold).sum(-1).clamp(max=logits_SV.shape[-1] - 1)
     return ids, logp_SV.gather(-1, ids[..., None])[..., 0]
+
+
+def nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Probabilities with all but the likeliest tokens, those that make up `top_p`, set to zero."""
+    ordered, order = weights.sort(-1, descending=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    return torch.zeros_like(weights).scatter(-1, order, ordered)
 
 
 class Recorder:
@@ -75,18 +83,38 @@ class Recorder:
         self._ends_E = torch.tensor(ends, device=device)
         self._ids_KSC = torch.zeros(K, S, C, dtype=torch.long, device=device)
         self._logprobs_KSC = torch.zeros(K, S, C, device=device)
-        self._done_KS = torch.zeros(K, S, dtype=torch.bool, device=device)
         self._length_KS = torch.full((K, S), C, device=device)
+        self._done_KS = torch.zeros(K, S, dtype=torch.bool, device=device)
+        # The sequences that still run, or keep others company, (K, M).
+        self.rows_KM = torch.arange(S, device=device).expand(K, S)
 
-    def choose(self, c: int, scores_KSV: Tensor) -> Tensor | None:
-        """The tokens at completion position c, (K, S); None when no further position is needed."""
-        ids_KS, logprob_KS = pick(scores_KSV, self._uniform_KSC[:, :, c], self._temperature, self._top_p)
-        self._ids_KSC[:, :, c], self._logprobs_KSC[:, :, c] = ids_KS, logprob_KS
-        ending_KS = torch.isin(ids_KS, self._ends_E) & ~self._done_KS
+    def choose(self, c: int, scores_KMV: Tensor) -> Tensor | None:
+        """The tokens at completion position c, (K, M); None when no further position is needed."""
+        rows_KM = self.rows_KM
+        uniform_KM = self._uniform_KSC[:, :, c].gather(1, rows_KM)
+        ids_KM, logprob_KM = pick(scores_KMV.float(), uniform_KM, self._temperature, self._top_p)
+        self._ids_KSC[:, :, c] = self._ids_KSC[:, :, c].scatter(1, rows_KM, ids_KM)
+        self._logprobs_KSC[:, :, c] = self._logprobs_KSC[:, :, c].scatter(1, rows_KM, logprob_KM)
+        ending_KM = torch.isin(ids_KM, self._ends_E) & ~self._done_KS.gather(1, rows_KM)
+        ending_KS = torch.zeros_like(self._done_KS).scatter(1, rows_KM, ending_KM)
         self._length_KS[ending_KS] = c + 1
         self._done_KS |= ending_KS
         finished = c + 1 == self._uniform_KSC.shape[2] or bool(self._done_KS.all())
-        return None if finished else ids_KS
+        return None if finished else ids_KM
+
+    def leave(self) -> Tensor | None:
+        """Let stopped sequences go once no node has more than half of its rows running.
+
+        Returns which of the present rows stay, (K, M), if any left. A node with fewer running than another keeps some
+        stopped ones for company.
+        """
+        stopped_KM = self._done_KS.gather(1, self.rows_KM)
+        M, running = stopped_KM.shape[1], int((~stopped_KM).sum(1).max())
+        if running > M // 2:
+            return None
+        stay_KM = stopped_KM.to(torch.int8).argsort(dim=1, stable=True)[:, : max(1, running)]
+        self.rows_KM = self.rows_KM.gather(1, stay_KM)
+        return stay_KM
 
     @property
     def sequences(self) -> int:
@@ -95,6 +123,27 @@ class Recorder:
     @property
     def sampled(self) -> Sampled:
         return Sampled(self._ids_KSC, self._logprobs_KSC, self._length_KS, self._done_KS)
+
+
+def padded_prompts(prompts: Sequence[Sequence[Sequence[int]]], longest: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts of K nodes padded on the right, (K, Q, P), at least to `longest`; and their lengths, (K, Q)."""
+    lengths_KQ = torch.tensor([[len(ids) for ids in node] for node in prompts])
+    longest = max(longest, int(lengths_KQ.max()))
+    return torch.tensor([[[*ids, *[0] * (longest - len(ids))] for ids in node] for node in prompts]), lengths_KQ
+
+
+@torch.no_grad()
+def prefill(
+    shape: Shape, weights: Weights, prompts_KQP: Tensor, lengths_KQ: Tensor, block: Block = block
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Keys and values of every layer, (K * Q, G, P, E), and the state at each prompt's end, (K, Q, D)."""
+    K, Q, P = prompts_KQP.shape
+    positions_KN = torch.arange(P, device=prompts_KQP.device).repeat(K, Q)
+    kept: list[tuple[Tensor, Tensor]] = []
+    attend = Whole(shape, Q, rotary(shape, weights, positions_KN), kept)
+    x_KND = run(shape, weights, prompts_KQP.flatten(1), positions_KN, lambda layer: attend, block=block)
+    last = (lengths_KQ - 1)[..., None, None].expand(K, Q, 1, shape.width)
+    return kept, x_KND.view(K, Q, P, -1).gather(2, last)[:, :, 0]
 
 
 @torch.no_grad()
@@ -112,34 +161,32 @@ def sample(
     device = next(iter(weights.values())).device
     K, Q = len(prompts), len(prompts[0])
     _, S, new_tokens = uniform_KSC.shape
-    group_size = S // Q
-    lengths_KQ = torch.tensor([[len(ids) for ids in node] for node in prompts])
-    longest = int(lengths_KQ.max())
-    prompts_KQT = torch.zeros(K, Q, longest, dtype=torch.long)
-    for k, node in enumerate(prompts):
-        for q, ids in enumerate(node):
-            prompts_KQT[k, q, : len(ids)] = torch.tensor(ids)
-    prompts_KQT, lengths_KQ = prompts_KQT.to(device), lengths_KQ.to(device)
-
-    cache = Cache()
-    positions = torch.arange(longest, device=device).expand(K, Q, longest)
-    hidden = forward(shape, weights, prompts_KQT, positions, cache)
-    last = (lengths_KQ - 1)[..., None, None].expand(K, Q, 1, shape.width)
-    scores_KSV = logits(shape, weights, hidden.gather(2, last)[:, :, 0]).repeat_interleave(group_size, 1)
-    for layer in range(shape.layers):
-        for tensors in (cache.keys, cache.values):
-            room = tensors[layer].new_zeros(K * Q, shape.kv_heads, new_tokens, shape.head_width)
-            tensors[layer] = torch.cat((tensors[layer], room), 2).repeat_interleave(group_size, 0)
-
-    position_KS = lengths_KQ.repeat_interleave(group_size, 1)
-    slots = torch.arange(longest + new_tokens, device=device)
+    siblings = S // Q
+    prompts_KQP, lengths_KQ = (tensor.to(device) for tensor in padded_prompts(prompts))
+    kept, last_KQD = prefill(shape, weights, prompts_KQP, lengths_KQ)
+    cache = Cache([(keys.float(), values.float()) for keys, values in kept], lengths_KQ)
+    cache.make_room(siblings, new_tokens)
+    hidden = _hidden_padding(cache)
+    position_KM = lengths_KQ.repeat_interleave(siblings, 1)
     recorder = Recorder(uniform_KSC.to(device), ends, temperature, top_p)
+    scores_KMV = scores(shape, weights, last_KQD).repeat_interleave(siblings, 1)
     for c in range(new_tokens):
-        ids_KS = recorder.choose(c, scores_KSV)
-        if ids_KS is None:
+        ids_KM = recorder.choose(c, scores_KMV)
+        if ids_KM is None:
             break
-        mask = (slots <= position_KS.reshape(K * S, 1))[:, None, None]
-        hidden = forward(shape, weights, ids_KS[..., None], position_KS[..., None], cache, mask)
-        scores_KSV = logits(shape, weights, hidden[:, :, 0])
-        position_KS = position_KS + 1
+        if (stay_KM := recorder.leave()) is not None:
+            rows = (stay_KM + torch.arange(K, device=device)[:, None] * ids_KM.shape[1]).flatten()
+            cache.leave(rows, siblings)
+            hidden, siblings = _hidden_padding(cache), 1
+            ids_KM, position_KM = ids_KM.gather(1, stay_KM), position_KM.gather(1, stay_KM)
+        step = partial(Step, shape, rotary(shape, weights, position_KM), cache, c, hidden)
+        scores_KMV = scores(shape, weights, run(shape, weights, ids_KM, position_KM, step))
+        position_KM = position_KM + 1
     return recorder.sampled
+
+
+def _hidden_padding(cache: Cache) -> Tensor:
+    """What keeps prompts' padding out of attention, (K * Q, 1, 1, P)."""
+    P = cache.prompts[0][0].shape[2]
+    beyond = torch.arange(P, device=cache.lengths_KQ.device) >= cache.lengths_KQ.reshape(-1, 1, 1, 1)
+    return torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)

@@ -5,7 +5,7 @@ Shape letters: K nodes, S sequences, T positions, C completion positions, D widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,21 @@ from torch import Tensor
 from rl_swarm.policies import memory, sampling, saving
 from rl_swarm.policies.adam import StackedAdam
 from rl_swarm.policies.batches import Padded
-from rl_swarm.policies.decoder import Shape, Weights, forward, logits, read_shape, read_weights, stack
-from rl_swarm.policies.engine import Learning
+from rl_swarm.policies.compiling import (
+    HeadLogprobs,
+    compiled_block,
+    compiled_logprobs,
+    compiled_split,
+    head_logprobs,
+    is_worth_it,
+)
+from rl_swarm.policies.decoder import Block, Grouped, Split, block, grouped_mask, rotary, run, split_heads
+from rl_swarm.policies.engine import Learning, kernels_run_on
+from rl_swarm.policies.families.parts import Shape, Weights
+from rl_swarm.policies.layout import joined, parted
 from rl_swarm.policies.learner import Learner
-from rl_swarm.policies.logprobs import at_real_positions, chunked_logprobs
+from rl_swarm.policies.logprobs import CHUNK_NUMBERS, at_real_positions, in_chunks
+from rl_swarm.policies.reading import read_shape, read_weights
 from rl_swarm.policies.tokens import Tokens
 
 
@@ -37,24 +48,38 @@ class StackedModels:
         self.name = f"{count} node{'' if count == 1 else 's'} as one program"
         self.context, self.vocabulary = self._shape.context, self._shape.vocabulary
         self.device = torch.device(device)
-        single = {name: weight.to(device) for name, weight in read_weights(folder, self._shape).items()}
+        single = {
+            name: weight.to(device).unsqueeze(0)
+            for name, weight in joined(self._shape, read_weights(folder, self._shape)).items()
+        }
         # Only a KL term looks back; all nodes share one reference, since all started from it.
-        self._reference = {name: weight.unsqueeze(0) for name, weight in single.items()} if learning.kl_beta else {}
-        self._adam = StackedAdam(stack(single, count))
+        self._reference = single if learning.kl_beta else {}
+        self._adam = StackedAdam(
+            {name: weight.repeat(count, *(1,) * (weight.dim() - 1)) for name, weight in single.items()}
+        )
         # What the forward pass reads: the weights themselves, or their copies in half precision.
         self._read: Weights = {}
         self._gradients: Weights = {}
         for name, weight in self._adam.weights.items():
             self._read[name] = (weight.to(torch.bfloat16) if self._halved else weight.detach()).requires_grad_(True)
+            if self._halved:
+                self._adam.copies[name] = self._read[name].detach()
             # The hook knows the table and not this object, which else would hold itself for ever.
             take = partial(_take_gradient, self._gradients, name)
             self._read[name].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        # Who would rather compute twice than keep wants that of the scores too.
+        self._chunk = CHUNK_NUMBERS if self._checkpointed else memory.default_chunk(self.device)
+        self._split: Split = split_heads
+        self._block: Block = block
+        self._head_logprobs: HeadLogprobs = head_logprobs
+        if is_worth_it(learning.compile, sum(weight.numel() for weight in self._read.values()), self.device):
+            self._split, self._block, self._head_logprobs = compiled_split(), compiled_block(), compiled_logprobs()
+        # Sampling must see updates in place: these tensors are written to and never replaced.
+        self._sampler: Callable[..., sampling.Sampled] = partial(sampling.sample, self._shape, self._read)
+        if kernels_run_on(self.device):
+            from rl_swarm.policies.decoding import Decoding
 
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        if self._halved:
-            for name, weight in self._adam.weights.items():
-                self._read[name].copy_(weight)
+            self._sampler = Decoding(self._shape, self._read, graphs=learning.cuda_graphs).sample
 
     def sample(
         self,
@@ -65,42 +90,55 @@ class StackedModels:
         temperature: float,
         top_p: float,
     ) -> sampling.Sampled:
-        return sampling.sample(
-            self._shape, self._read, prompts, uniform_KSC, ends=ends, temperature=temperature, top_p=top_p
-        )
+        return self._sampler(prompts, uniform_KSC, ends=ends, temperature=temperature, top_p=top_p)
 
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         return self._logprobs(self._read, padded, temperature)
 
     @torch.no_grad()
     def reference_logprobs(self, padded: Padded, temperature: float) -> Tensor:
-        K = padded.ids_KST.shape[0]
+        K = len(padded.prompts_KQP)
         dtype = torch.bfloat16 if self._halved else torch.float32
         expanded = {name: w.to(dtype).expand(K, *w.shape[1:]) for name, w in self._reference.items()}
         return self._logprobs(expanded, padded, temperature)[0]
 
     def _logprobs(self, weights: Weights, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
-        K, S, T = padded.ids_KST.shape
-        positions = torch.arange(T, device=self.device).expand(K, S, T)
-        checkpointed = self._checkpointed and torch.is_grad_enabled()
-        hidden_KSTD = forward(self._shape, weights, padded.ids_KST, positions, checkpointed=checkpointed)
+        P, C = padded.prompts_KQP.shape[2], padded.targets_KSC.shape[2]
+        dtype = weights["embed"].dtype
+        attend = Grouped(
+            self._shape,
+            rotary(self._shape, weights, padded.positions),
+            padded.prompts_KQP,
+            grouped_mask(padded.lengths_KQ, P, padded.siblings, C, dtype),
+            self._split,
+        )
+        x_KND = run(
+            self._shape,
+            weights,
+            padded.tokens,
+            padded.positions,
+            lambda layer: attend,
+            checkpointed=self._checkpointed and torch.is_grad_enabled(),
+            block=self._block,
+        )
 
-        def head(hidden_KND: Tensor) -> Tensor:
-            return logits(self._shape, weights, hidden_KND)
+        def score(x_KMD: Tensor, targets_KM: Tensor) -> tuple[Tensor, Tensor]:
+            return self._head_logprobs(self._shape, weights, x_KMD, targets_KM, temperature)
 
         return at_real_positions(
-            lambda hidden, targets: chunked_logprobs(head, hidden, targets, temperature, self.vocabulary),
-            hidden_KSTD,
+            lambda x_KMD, targets_KM: in_chunks(score, x_KMD, targets_KM, self.vocabulary, self._chunk),
+            x_KND,
             padded.source_KSC,
             padded.targets_KSC,
             padded.real_KSC,
         )
 
     def gradients(self, k: int) -> Weights:
-        return {
+        gradients = {
             name: self._gradients[name][k].clone() if name in self._gradients else torch.zeros_like(weight[k])
             for name, weight in self._adam.weights.items()
         }
+        return parted(self._shape, gradients)
 
     def drop_gradients(self) -> None:
         self._gradients.clear()
@@ -112,29 +150,37 @@ class StackedModels:
             self._gradients.setdefault(name, torch.zeros_like(weight))
         moved = self._adam.step(self._gradients, active_K, learning_rate, max_norm)
         self.drop_gradients()
-        self._refresh()
         return moved
 
     def weights(self, k: int) -> Weights:
-        return _slice(self._adam.weights, k)
+        return self._slice(self._adam.weights, k)
 
     def state(self, k: int) -> dict[str, Any]:
         adam = self._adam
         return {
-            "weights": _slice(adam.weights, k, copied=False),
-            "first": _slice(adam.first, k, copied=False),
-            "second": _slice(adam.second, k, copied=False),
+            "weights": self._slice(adam.weights, k, copied=False),
+            "first": self._slice(adam.first, k, copied=False),
+            "second": self._slice(adam.second, k, copied=False),
             "steps": adam.steps_K[k].clone(),
         }
 
     def load_state(self, k: int, state: Mapping[str, Any]) -> None:
         adam = self._adam
-        saving.check_sizes(state, {name: weight[k] for name, weight in adam.weights.items()})
+        saving.check_sizes(state, parted(self._shape, {name: weight[k] for name, weight in adam.weights.items()}))
         for part, tensors in (("weights", adam.weights), ("first", adam.first), ("second", adam.second)):
-            for name, tensor in tensors.items():
-                tensor[k].copy_(state[part][name])
+            for name, tensor in joined(self._shape, state[part]).items():
+                tensors[name][k].copy_(tensor)
         adam.steps_K[k] = state["steps"]
-        self._refresh()
+        adam.refresh()
+
+    def _slice(self, tensors: Weights, k: int, *, copied: bool = True) -> Weights:
+        """Node k's part on the CPU as it lies in a folder: a copy, or, to be written at once, none where possible."""
+        parts = parted(self._shape, {name: tensor[k].detach().cpu() for name, tensor in tensors.items()})
+        return {
+            # What is saved of a tensor is all the memory behind it: a slice of something larger must be copied out.
+            name: part.contiguous().clone() if copied or part.untyped_storage().nbytes() > part.nbytes else part
+            for name, part in parts.items()
+        }
 
     def counts(self) -> memory.Counts:
         shape, K = self._shape, len(self._adam.steps_K)
@@ -151,6 +197,7 @@ class StackedModels:
             layers=shape.layers,
             vocabulary=self.vocabulary,
             checkpointed=self._checkpointed,
+            chunk=self._chunk,
         )
 
 
@@ -169,17 +216,5 @@ def kept_by_layer(shape: Shape, halved: bool) -> int:
 
     Norms are computed in float32, which in half precision is twice the room.
     """
-    by_width = 18 if halved else 11
-    if shape.family == "qwen3":  # norms of queries and keys too
-        by_width += 10 if halved else 4
-    return by_width * shape.width + (2 if shape.family == "gpt2" else 4) * shape.ffn
-
-
-def _slice(tensors: Weights, k: int, *, copied: bool = True) -> Weights:
-    """Node k's tensors on the CPU: as copies, or, to be written out at once, without where that is possible."""
-    parts = {name: tensor[k].detach().cpu() for name, tensor in tensors.items()}
-    return {
-        # What is saved of a tensor is all the memory behind it: a slice of several nodes must be copied out of it.
-        name: part.clone() if copied or part.untyped_storage().nbytes() > part.nbytes else part
-        for name, part in parts.items()
-    }
+    by_width = {"gpt2": (15, 20), "qwen3": (19, 34)}.get(shape.family, (17, 24))[halved]
+    return by_width * shape.width + (4 if shape.gated else 2) * shape.ffn

@@ -1,23 +1,30 @@
-"""The block of GPT-2: layer norms, learned positions, one fused layer for queries, keys and values, biases everywhere.
+"""GPT-2: layer norms, learned positions, one fused layer for queries, keys and values, biases everywhere.
 
-Linear layers of a block lie as (in, out) in the folder, the other way round than everyone else's, and stay so here.
 Left out: dropout, cross attention, the variants of attention scaling.
-
-Shape letters: K nodes, N tokens, D width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from rl_swarm.policies.families.parts import Attend, Shape, Weights, look_up
+from rl_swarm.policies.families.parts import Names, Shape
 
 PREFIX = "transformer."
-EMBEDDING = "transformer.wte"
+NAMES = Names(
+    layer="transformer.h.",
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    last="transformer.ln_f",
+    parts={
+        "norm1": ("ln_1",),
+        "qkv": ("attn.c_attn",),
+        "out": ("attn.c_proj",),
+        "norm2": ("ln_2",),
+        "up": ("mlp.c_fc",),
+        "down": ("mlp.c_proj",),
+    },
+    turned=True,
+)
 
 
 def unlike(config: dict[str, Any]) -> dict[str, bool]:
@@ -47,6 +54,7 @@ def read_shape(config: dict[str, Any]) -> Shape:
         tied=bool(config.get("tie_word_embeddings", True)),
         rotary_base=None,
         biased=("c_attn", "c_proj", "c_fc"),
+        gated=False,
     )
 
 
@@ -71,32 +79,3 @@ def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{name}.weight"] = shapes[f"{prefix}{name}.bias"] = (width,)
     shapes["transformer.ln_f.weight"] = shapes["transformer.ln_f.bias"] = (width,)
     return shapes
-
-
-def embed(weights: Weights, ids_KN: Tensor, positions_KN: Tensor) -> Tensor:
-    return look_up(weights["transformer.wte.weight"], ids_KN) + look_up(weights["transformer.wpe.weight"], positions_KN)
-
-
-def block(shape: Shape, weights: Weights, layer: int, x_KND: Tensor, attend: Attend) -> Tensor:
-    prefix = f"transformer.h.{layer}."
-    y = _layer_norm(weights, prefix + "ln_1", x_KND, shape.norm_epsilon)
-    fused = _linear(weights, prefix + "attn.c_attn", y).view(*y.shape[:2], 3, shape.heads, shape.head_width)
-    x_KND = x_KND + _linear(weights, prefix + "attn.c_proj", attend(layer, *fused.unbind(2)))
-    y = _layer_norm(weights, prefix + "ln_2", x_KND, shape.norm_epsilon)
-    inner = F.gelu(_linear(weights, prefix + "mlp.c_fc", y), approximate="tanh")
-    return x_KND + _linear(weights, prefix + "mlp.c_proj", inner)
-
-
-def last_norm(shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor:
-    return _layer_norm(weights, "transformer.ln_f", x_KND, shape.norm_epsilon)
-
-
-def _linear(weights: Weights, name: str, x_KND: Tensor) -> Tensor:
-    return torch.baddbmm(weights[name + ".bias"][:, None], x_KND, weights[name + ".weight"])
-
-
-def _layer_norm(weights: Weights, name: str, x_KND: Tensor, epsilon: float) -> Tensor:
-    # All of it in float32 and rounded once, as torch's own layer norm does, which knows no node axis.
-    normed = F.layer_norm(x_KND.float(), x_KND.shape[-1:], eps=epsilon)
-    weight, bias = weights[name + ".weight"][:, None].float(), weights[name + ".bias"][:, None].float()
-    return (normed * weight + bias).to(x_KND.dtype)

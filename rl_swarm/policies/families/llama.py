@@ -1,23 +1,32 @@
-"""The block of Llama (SmolLM2, the embedded pico), Qwen2 and Qwen3: RMS norms, rotary positions, a gated feed-forward.
+"""Llama (SmolLM2, the embedded pico), Qwen2 and Qwen3: RMS norms, rotary positions, a gated feed-forward.
 
 They differ in little: Qwen2 has biases on queries, keys and values; Qwen3 norms each head's queries and keys.
 Left out: dropout, sliding windows, scaled or partial rotary positions.
-
-Shape letters: K nodes, N tokens, D width, H heads, E head width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from rl_swarm.policies.families.parts import Attend, Shape, Weights, linear, look_up
+from rl_swarm.policies.families.parts import Names, Shape
 
 PREFIX = "model."
-EMBEDDING = "model.embed_tokens"
+NAMES = Names(
+    layer="model.layers.",
+    embed="model.embed_tokens",
+    positions=None,
+    last="model.norm",
+    parts={
+        "norm1": ("input_layernorm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "q_norm": ("self_attn.q_norm",),
+        "k_norm": ("self_attn.k_norm",),
+        "out": ("self_attn.o_proj",),
+        "norm2": ("post_attention_layernorm",),
+        "up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    },
+)
 
 # What transformers assumes of a Qwen3 configuration that does not say.
 QWEN3_HEAD_WIDTH = 128
@@ -52,6 +61,7 @@ def read_shape(config: dict[str, Any]) -> Shape:
         tied=bool(config.get("tie_word_embeddings", False)),
         rotary_base=float(_rotary(config).get("rope_theta") or config.get("rope_theta") or 10_000.0),
         biased=_biased(config),
+        gated=True,
     )
 
 
@@ -95,38 +105,3 @@ def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{name}.weight"] = (length,)
     shapes["model.norm.weight"] = (width,)
     return shapes
-
-
-def embed(weights: Weights, ids_KN: Tensor, positions_KN: Tensor) -> Tensor:
-    """Positions enter in attention."""
-    return look_up(weights["model.embed_tokens.weight"], ids_KN)
-
-
-def block(shape: Shape, weights: Weights, layer: int, x_KND: Tensor, attend: Attend) -> Tensor:
-    prefix = f"model.layers.{layer}."
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return _rms_norm(x, weights[f"{prefix}{name}.weight"], shape.norm_epsilon)
-
-    def heads(name: str) -> Tensor:
-        return linear(weights, f"{prefix}self_attn.{name}", y).view(*y.shape[:2], -1, shape.head_width)
-
-    y = norm("input_layernorm", x_KND)
-    queries, keys, values = heads("q_proj"), heads("k_proj"), heads("v_proj")
-    if shape.family == "qwen3":
-        queries = norm("self_attn.q_norm", queries.flatten(1, 2)).view_as(queries)
-        keys = norm("self_attn.k_norm", keys.flatten(1, 2)).view_as(keys)
-    x_KND = x_KND + linear(weights, prefix + "self_attn.o_proj", attend(layer, queries, keys, values))
-    y = norm("post_attention_layernorm", x_KND)
-    gate = F.silu(linear(weights, prefix + "mlp.gate_proj", y))
-    return x_KND + linear(weights, prefix + "mlp.down_proj", gate * linear(weights, prefix + "mlp.up_proj", y))
-
-
-def last_norm(shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor:
-    return _rms_norm(x_KND, weights["model.norm.weight"], shape.norm_epsilon)
-
-
-def _rms_norm(x_KND: Tensor, weight_KD: Tensor, epsilon: float) -> Tensor:
-    # In float32 up to the weight, which multiplies in the compute type: so transformers rounds, too.
-    scale = torch.rsqrt(x_KND.float().pow(2).mean(-1, keepdim=True) + epsilon)
-    return (x_KND.float() * scale).to(x_KND.dtype) * weight_KD[:, None]

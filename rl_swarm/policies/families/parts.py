@@ -1,21 +1,16 @@
-"""What every family is made of: stacked weights, the shape of a model, linear layers and look-up tables.
+"""What the decoder must know of a model beside its weights, and how its weights lie in a folder.
 
-Shape letters: K nodes, N tokens, D width, H heads, G key-value heads, E head width, V rows of a table.
+The decoder runs every family by one forward pass over weights of its own names (`qkv`, `up`, ...); a family is a table
+that says from which weights of a Hugging Face folder those are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-
-# Layer, queries (K, N, H, E), keys and values (K, N, G, E); gives (K, N, H*E). A block need not know about sequences,
-# rotary positions or caches.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +29,18 @@ class Shape:
     context: int
     tied: bool
     rotary_base: float | None  # None: positions are learned
-    biased: tuple[str, ...]  # the linear layers of a block that have a bias
+    biased: tuple[str, ...]  # the linear layers of a block that have a bias, by their names in the folder
+    gated: bool  # the feed-forward: silu(gate) * up, or gelu(up)
 
 
-def linear(weights: Weights, name: str, x_KND: Tensor) -> Tensor:
-    weight, bias = weights[name + ".weight"].transpose(1, 2), weights.get(name + ".bias")
-    # Adding the bias within the product rounds once in bfloat16, as transformers does.
-    return torch.bmm(x_KND, weight) if bias is None else torch.baddbmm(bias[:, None], x_KND, weight)
+@dataclass(frozen=True, slots=True)
+class Names:
+    """From which weights of a folder the decoder's are made."""
 
-
-def look_up(table_KVD: Tensor, ids_KN: Tensor) -> Tensor:
-    """Each node's rows from its own table, (K, N, D)."""
-    nodes = torch.arange(ids_KN.shape[0], device=ids_KN.device)[:, None]
-    return table_KVD[nodes, ids_KN]
+    layer: str  # before every layer's number
+    embed: str
+    positions: str | None
+    last: str
+    # The decoder's name of a part of a layer, and the folder's, whose outputs are put one after the other.
+    parts: dict[str, tuple[str, ...]]
+    turned: bool = False  # linear layers of a block lie as (in, out) in the folder
