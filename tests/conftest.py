@@ -10,6 +10,8 @@ import pytest
 from rl_swarm import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# Triton reads it once, when it is imported: its interpreter runs our kernels on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -37,7 +37,9 @@ class StackedAdam:
 
         The learning rate is one number, or one for each node.
         """
-        norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()]
+        norms = [
+            torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32) for gradient in gradients.values()
+        ]
         norm_K = torch.stack(norms).cpu().double().square().sum(0).sqrt()
         # Without any gradient there is nothing to move along but momentum.
         moved_K = active_K & norm_K.isfinite() & (norm_K > 0)
@@ -49,7 +51,7 @@ class StackedAdam:
         epsilon_K = EPSILON * (1 - BETA2**steps_K).sqrt()
         coefficients = torch.stack((scale_K, (1 - BETA1) * moved_K, (1 - BETA2) * moved_K, rate_K, epsilon_K))
         for name, gradient in gradients.items():
-            self._move(name, gradient, coefficients.to(gradient.dtype).to(gradient.device), moved_K)
+            self._move(name, gradient, coefficients.float().to(gradient.device), moved_K)
         if not self._in_one_kernel:
             self.refresh()
         return norm_K, moved_K
@@ -61,6 +63,7 @@ class StackedAdam:
 
             training_kernels.adam(weight, first, second, gradient, self.copies.get(name), coefficients)
             return
+        gradient = gradient.float()
         scale, first_part, second_part, rate, epsilon = coefficients.view(5, -1, *(1,) * (weight.dim() - 1))
         for k in (~moved_K).nonzero().flatten().tolist():
             gradient[k] = 0.0

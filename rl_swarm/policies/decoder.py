@@ -168,7 +168,7 @@ def _by_head(x_KNHE: Tensor, sequences: int) -> Tensor:
     return x_KNHE.reshape(K * sequences, N // sequences, H, E).transpose(1, 2)
 
 
-def _scaled_dot_product(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Causal without a mask; (sequences, T, H*E)."""
     shared = queries.shape[1] // keys.shape[1]
     if shared > 1:
@@ -192,7 +192,7 @@ class Whole:
         queries, keys, values = (_by_head(part, self.sequences) for part in parts)
         if self.kept is not None:
             self.kept.append((keys, values))
-        return _scaled_dot_product(queries, keys, values).reshape(*qkv_KNX.shape[:2], -1)
+        return attention(queries, keys, values).reshape(*qkv_KNX.shape[:2], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,8 @@ class Grouped:
             each = shared[:, None].expand(K * Q, S // Q, G, P, E).reshape(K * S, G, P, E)
             return torch.cat((each, own), 2)
 
-        looked = _scaled_dot_product(queries, before(prompt[1], keys), before(prompt[2], values), self.mask)
-        return torch.cat((_scaled_dot_product(*prompt).view(K, Q * P, -1), looked.view(K, S * C, -1)), 1)
+        looked = attention(queries, before(prompt[1], keys), before(prompt[2], values), self.mask)
+        return torch.cat((attention(*prompt).view(K, Q * P, -1), looked.view(K, S * C, -1)), 1)
 
 
 def grouped_mask(lengths_KQ: Tensor, prompt: int, siblings: int, completion: int, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ class Decoding:
     ) -> Sampled:
         """As `sampling.sample`."""
         S, C = uniform_KSC.shape[1:]
-        prompts_KQP, lengths_KQ = padded_prompts(prompts, PROMPT_STEP)
+        prompts_KQP, lengths_KQ = padded_prompts(prompts, min(PROMPT_STEP, self._shape.context))
         room = self._room(lengths_KQ.shape[1], S, C, prompts_KQP.shape[2])
         room.stage.prompt_lengths_KQ.copy_(lengths_KQ)
         room.record.uniform_KSC.copy_(uniform_KSC)

@@ -410,7 +410,8 @@ def _choose(
         inside = tl.sum((upto <= threshold).to(tl.int32), 0)
         # Beyond the last token of any weight there is only rounding.
         inside = tl.minimum(inside, tl.max(tl.where(weight > 0, v, 0), 0))
-    token = block * BLOCK + inside
+    # Among scores that are no numbers none is the highest; what is chosen must still be a token.
+    token = tl.minimum(block * BLOCK + inside, V - 1)
     # The log-prob is that of the full distribution, whatever part of it was left to choose from.
     all_B = tl.load(all_most_RB + row * B + b, mask=b < B, other=float("-inf"))
     all_most = tl.max(all_B, 0)

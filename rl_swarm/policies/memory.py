@@ -13,7 +13,7 @@ from rl_swarm.policies.logprobs import CHUNK_NUMBERS
 GIB = 2**30
 USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 65_536, 256
 # A GPU's share of free memory for the activations of a pass, and the part of it, in numbers per byte, for scores.
-GPU_ACTIVATIONS, GPU_SCORES = 4, 64
+GPU_ACTIVATIONS, GPU_SCORES = 2, 64
 # Activations of one pass on a CPU, where nothing else is asked for. Every pass adds to all gradients: with a quarter of
 # this, a pass of SmolLM2 spends more time on that than on the model.
 CPU_ACTIVATIONS = GIB * 5 // 4

@@ -24,7 +24,7 @@ from rl_swarm.policies.compiling import (
     head_logprobs,
     is_worth_it,
 )
-from rl_swarm.policies.decoder import Block, Grouped, Split, block, grouped_mask, rotary, run, split_heads
+from rl_swarm.policies.decoder import Attend, Block, Grouped, Rotary, block, grouped_mask, rotary, run
 from rl_swarm.policies.engine import Learning, kernels_run_on
 from rl_swarm.policies.families.parts import Shape, Weights
 from rl_swarm.policies.layout import joined, parted
@@ -69,16 +69,20 @@ class StackedModels:
             self._read[name].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
         # Who would rather compute twice than keep wants that of the scores too.
         self._chunk = CHUNK_NUMBERS if self._checkpointed else memory.default_chunk(self.device)
-        self._split: Split = split_heads
+        self._grouped: Callable[[Shape, Rotary | None, Tensor, Tensor], Attend] = Grouped
         self._block: Block = block
         self._head_logprobs: HeadLogprobs = head_logprobs
         if is_worth_it(learning.compile, sum(weight.numel() for weight in self._read.values()), self.device):
-            self._split, self._block, self._head_logprobs = compiled_split(), compiled_block(), compiled_logprobs()
+            self._block, self._head_logprobs = compiled_block(), compiled_logprobs()
+            self._grouped = partial(Grouped, split=compiled_split())
         # Sampling must see updates in place: these tensors are written to and never replaced.
         self._sampler: Callable[..., sampling.Sampled] = partial(sampling.sample, self._shape, self._read)
         if kernels_run_on(self.device):
+            from rl_swarm.policies.arranging import arranged
             from rl_swarm.policies.decoding import Decoding
 
+            if "0.q_norm.weight" not in self._read:
+                self._grouped = arranged
             self._sampler = Decoding(self._shape, self._read, graphs=learning.cuda_graphs).sample
 
     def sample(
@@ -105,13 +109,9 @@ class StackedModels:
     def _logprobs(self, weights: Weights, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         P, C = padded.prompts_KQP.shape[2], padded.targets_KSC.shape[2]
         dtype = weights["embed"].dtype
-        attend = Grouped(
-            self._shape,
-            rotary(self._shape, weights, padded.positions),
-            padded.prompts_KQP,
-            grouped_mask(padded.lengths_KQ, P, padded.siblings, C, dtype),
-            self._split,
-        )
+        turns = rotary(self._shape, weights, padded.positions)
+        mask = grouped_mask(padded.lengths_KQ, P, padded.siblings, C, dtype)
+        attend = self._grouped(self._shape, turns, padded.prompts_KQP, mask)
         x_KND = run(
             self._shape,
             weights,
@@ -135,7 +135,7 @@ class StackedModels:
 
     def gradients(self, k: int) -> Weights:
         gradients = {
-            name: self._gradients[name][k].clone() if name in self._gradients else torch.zeros_like(weight[k])
+            name: self._gradients[name][k].float().clone() if name in self._gradients else torch.zeros_like(weight[k])
             for name, weight in self._adam.weights.items()
         }
         return parted(self._shape, gradients)
@@ -204,10 +204,10 @@ class StackedModels:
 def _take_gradient(sums: Weights, name: str, read: Tensor) -> None:
     """Sum gradients up in float32, pass by pass, whatever they were computed in."""
     assert read.grad is not None
-    if name in sums:
-        sums[name] += read.grad
+    if name not in sums:
+        sums[name] = read.grad  # as it is: where one pass is all, nothing is gained by a wider copy
     else:
-        sums[name] = read.grad.float()
+        sums[name] = sums[name].float().add_(read.grad)
     read.grad = None
 
 

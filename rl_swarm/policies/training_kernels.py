@@ -23,7 +23,7 @@ def _adam(
     rate, epsilon = tl.load(here + 3 * K), tl.load(here + 4 * K)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, inside = k * N + n, n < N
-    gradient = tl.load(gradient_KN + at, mask=inside, other=0.0) * scale
+    gradient = tl.load(gradient_KN + at, mask=inside, other=0.0).to(tl.float32) * scale
     first = tl.load(first_KN + at, mask=inside, other=0.0)
     second = tl.load(second_KN + at, mask=inside, other=0.0)
     first += (gradient - first) * first_part
