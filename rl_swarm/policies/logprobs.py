@@ -79,7 +79,9 @@ def at_real_positions(
     order_KM = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
     source_KM = source_KSC.reshape(K, S * C).gather(1, order_KM)
     targets_KM = targets_KSC.reshape(K, S * C).gather(1, order_KM)
-    hidden_KMD = hidden_KND.gather(1, source_KM[..., None].expand(-1, -1, hidden_KND.shape[2]))
+    # Siblings' first tokens are scored by one state. Indexing sums its gradients in a fixed order; `gather` would not.
+    offsets_K1 = torch.arange(K, device=source_KM.device)[:, None] * hidden_KND.shape[1]
+    hidden_KMD = hidden_KND.flatten(0, 1)[source_KM + offsets_K1]
     logp_KM, entropy_KM = score(hidden_KMD, targets_KM)
 
     def back(values_KM: Tensor) -> Tensor:
