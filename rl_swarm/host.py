@@ -1,6 +1,6 @@
 """Algorithm 1 on one screen: a host shares its nodes' rollouts, then each node learns from its own and its peers'.
 
-A host runs one or more nodes on one device. `share` and `learn` are two halves because the swarm breathes between
+A host runs one or more nodes on one machine. `share` and `learn` are two halves because the swarm breathes between
 them: somebody else decides when the second begins. Both may be called again for a step that was interrupted; they then
 do the same again, and what is already written stays.
 """

@@ -29,8 +29,13 @@ Block = Callable[[Shape, Weights, Tensor, Attend], Tensor]
 
 def linear(weights: Weights, name: str, x_KND: Tensor) -> Tensor:
     weight, bias = weights[name + ".weight"].transpose(1, 2), weights.get(name + ".bias")
+    if bias is None:
+        return torch.bmm(x_KND, weight)
+    if torch.compiler.is_compiling():
+        # To be added by whatever comes next; within the product it would first be written out for every token.
+        return torch.bmm(x_KND, weight) + bias[:, None]
     # Adding the bias within the product rounds once in bfloat16, as transformers does.
-    return torch.bmm(x_KND, weight) if bias is None else torch.baddbmm(bias[:, None], x_KND, weight)
+    return torch.baddbmm(bias[:, None], x_KND, weight)
 
 
 def look_up(table_KVD: Tensor, ids_KN: Tensor) -> Tensor:

@@ -11,14 +11,16 @@ import torch
 from rl_swarm.policies.logprobs import CHUNK_NUMBERS
 
 GIB = 2**30
-USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 65_536, 256
-# A GPU's share of free memory for the activations of a pass, and the part of it, in numbers per byte, for scores.
-GPU_ACTIVATIONS, GPU_SCORES = 2, 64
+USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH, SMALLEST_MICRO_BATCH = 8192, 131_072, 256
+# The parts of a GPU's free memory for the activations of a pass, and for scores.
+GPU_ACTIVATIONS, GPU_SCORES = 2, 5
 # Activations of one pass on a CPU, where nothing else is asked for. Every pass adds to all gradients: with a quarter of
 # this, a pass of SmolLM2 spends more time on that than on the model.
 CPU_ACTIVATIONS = GIB * 5 // 4
 # Scores over the vocabulary are there as such, as log-probs, as probabilities and as a gradient.
 SCORE_BYTES = 4 * 4
+# Compiled, they are there in half precision and as a gradient, with something to spare.
+COMPILED_SCORE_BYTES = 6
 # What allocators say that have no error of their own for it.
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
 
@@ -48,6 +50,7 @@ class Counts:
     vocabulary: int
     checkpointed: bool
     chunk: int = CHUNK_NUMBERS  # scores over the vocabulary held at a time
+    score_bytes: int = SCORE_BYTES  # that each takes while it is there
 
     @property
     def activation_bytes(self) -> int:
@@ -88,7 +91,7 @@ def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: i
     """What a round of this work takes, and the largest micro-batch, at most the one given, that fits what is free."""
     item, per_token = counts.item, counts.activation_bytes
     wanted = min(micro_batch_tokens, counts.nodes * work.trained * work.tokens)
-    scores = SCORE_BYTES * min(counts.chunk, wanted * counts.vocabulary)
+    scores = counts.score_bytes * min(counts.chunk, wanted * counts.vocabulary)
     gradients = 4 * counts.trained
     fit = fitting(wanted, per_token, gradients + scores, free)
     return Estimate(
@@ -114,10 +117,10 @@ def default_micro_batch(counts: Counts, device: torch.device) -> int:
     return fitting(USUAL_MICRO_BATCH, counts.activation_bytes, 0, CPU_ACTIVATIONS)
 
 
-def default_chunk(device: torch.device) -> int:
+def default_chunk(device: torch.device, score_bytes: int) -> int:
     """Scores over the vocabulary to hold at a time: on a GPU as many as it bears, there one chunk is quickest."""
     free = free_memory(device) if device.type == "cuda" else None
-    return CHUNK_NUMBERS if free is None else max(CHUNK_NUMBERS, free // GPU_SCORES)
+    return CHUNK_NUMBERS if free is None else max(CHUNK_NUMBERS, free // GPU_SCORES // score_bytes)
 
 
 def fitting(wanted: int, per_token: int, fixed: int, free: int | None) -> int:

@@ -67,14 +67,16 @@ class StackedModels:
             # The hook knows the table and not this object, which else would hold itself for ever.
             take = partial(_take_gradient, self._gradients, name)
             self._read[name].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-        # Who would rather compute twice than keep wants that of the scores too.
-        self._chunk = CHUNK_NUMBERS if self._checkpointed else memory.default_chunk(self.device)
         self._grouped: Callable[[Shape, Rotary | None, Tensor, Tensor], Attend] = Grouped
         self._block: Block = block
         self._head_logprobs: HeadLogprobs = head_logprobs
+        self._score_bytes = memory.SCORE_BYTES
         if is_worth_it(learning.compile, sum(weight.numel() for weight in self._read.values()), self.device):
             self._block, self._head_logprobs = compiled_block(), compiled_logprobs()
+            self._score_bytes = memory.COMPILED_SCORE_BYTES
             self._grouped = partial(Grouped, split=compiled_split())
+        # Who would rather compute twice than keep wants that of the scores too.
+        self._chunk = CHUNK_NUMBERS if self._checkpointed else memory.default_chunk(self.device, self._score_bytes)
         # Sampling must see updates in place: these tensors are written to and never replaced.
         self._sampler: Callable[..., sampling.Sampled] = partial(sampling.sample, self._shape, self._read)
         if kernels_run_on(self.device):
@@ -198,6 +200,7 @@ class StackedModels:
             vocabulary=self.vocabulary,
             checkpointed=self._checkpointed,
             chunk=self._chunk,
+            score_bytes=self._score_bytes,
         )
 
 
