@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,11 +24,13 @@ Collective reinforcement learning of language models through a shared folder.
                           rl-swarm join       --gdrive-path SHARED --experiment-name first --node-id laptop
   look at it              rl-swarm status first --gdrive-path SHARED
   publish a model         rl-swarm push first --gdrive-path SHARED --node laptop --repo ME/NAME
+  measure this machine    rl-swarm bench --nodes 8
 
 Every setting is a flag and an environment variable (--num-generations, NUM_GENERATIONS).
 Exit codes: 0 done, 1 failed, 2 bad settings."""
 
 DEMO_NODES, DEMO_ROUNDS = 8, 100
+BENCH_NODES, BENCH_WARM_UP, BENCH_ROUNDS = 1, 2, 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,8 +80,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """A flag for each setting, under its group's heading."""
+def _add_settings(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """A flag for each setting, under its group's heading; `defaults` are the command's own."""
     groups: dict[str, Any] = {}
     for name, field in settings.fields().items():
         if name == "node_role" or (names is not None and name not in names):
@@ -87,7 +91,8 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None =
         group = settings.group_of(field)
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        help = f"{field.description} [{settings.default_of(field)}]".replace("%", "%%")
+        default = (defaults or {}).get(name, settings.default_of(field))
+        help = f"{field.description} [{default}]".replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if field.annotation is bool:
             groups[group].add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
@@ -131,12 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--nodes", type=_positive, default=DEMO_NODES, help=f"nodes in the swarm [{DEMO_NODES}]")
     demo.add_argument("--rounds", type=_positive, default=DEMO_ROUNDS, help=f"rounds of each run [{DEMO_ROUNDS}]")
-    _add_settings(demo, ("gdrive_path", "seed", "model_name", "learning_rate"))
+    _add_settings(demo, ("gdrive_path", "seed", "model_name", "learning_rate"), {"model_name": verbs.SMALL_MODEL})
 
     host = runner(
         "host",
         verbs.host_nodes,
-        "run several nodes on this device as one program, with the coordinator if none is running",
+        "run several nodes on this machine as one program, with the coordinator if none is running",
         "--nodes 4 --model-name pico --num-transplant-trees 4 --max-rounds 50",
     )
     host.add_argument("--nodes", type=_positive, required=True, help="how many; named NODE_ID_0, NODE_ID_1, ...")
@@ -183,6 +188,20 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--private", action="store_true", help="make it a private repository")
     push.add_argument("--round", type=int, help="as it was after this round [the newest checkpoint]")
     push.add_argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing")
+    bench = runner(
+        "bench",
+        verbs.bench,
+        "measure the engine on this machine: rounds of sampling and learning, as JSON",
+        "--nodes 8 --model-name HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 128 > numbers.json",
+    )
+    bench.add_argument("--nodes", type=_positive, default=BENCH_NODES, help=f"nodes as one program [{BENCH_NODES}]")
+    bench.add_argument(
+        "--warm-up", type=_positive, default=BENCH_WARM_UP, help=f"rounds before the timed ones [{BENCH_WARM_UP}]"
+    )
+    bench.add_argument(
+        "--rounds", type=_positive, default=BENCH_ROUNDS, help=f"timed rounds, whose medians count [{BENCH_ROUNDS}]"
+    )
+    _add_settings(bench, verbs.BENCH_SETTINGS, {"model_name": verbs.SMALL_MODEL})
     delete = reader("delete", verbs.delete_experiment, "delete an experiment and everything in it")
     delete.add_argument("--yes", action="store_true", help="do not ask")
     return parser

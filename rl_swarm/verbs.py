@@ -27,6 +27,9 @@ from rl_swarm.settings import Settings
 from rl_swarm.stores import open_store
 from rl_swarm.types import Step
 
+# What commands take that are to be quick on any machine.
+SMALL_MODEL = "pico"
+
 # Running
 
 
@@ -41,7 +44,7 @@ def show_demo(args: argparse.Namespace) -> int:
     chosen = _given(args, ("gdrive_path", "seed", "model_name", "learning_rate"))
     loaded = settings.load(
         chosen | {"max_rounds": args.rounds, "num_train_samples": 4, "num_generations": 8, "rollout_staleness": 1},
-        defaults={"model_name": "pico", "eval_questions": 64, "coordinator_pace": "quorum"},
+        defaults={"model_name": SMALL_MODEL, "eval_questions": 64, "coordinator_pace": "quorum"},
     )
     if loaded.model_name == AUTO:
         choice = choose_model(gpu_memory(loaded.device, args.nodes), loaded.seed, "demo")
@@ -117,6 +120,27 @@ def launch(loaded: Settings) -> int:
     if loaded.node_role == "coordinator":
         return _run(loaded, lambda stop, watcher: run.coordinate(loaded, stop, watcher), bar=False)
     return _run(loaded, lambda stop, watcher: run.work(loaded, [loaded.node_id], stop, watcher))
+
+
+# The settings that a round of a node's own groups heeds; peers' groups, rewards and evaluation are not timed.
+_NOT_TIMED = {"eval_every", "eval_questions", "truncated_completions", "off_policy", "peer_negative_weight"}
+_LEARNING = [name for name, field in settings.fields().items() if settings.group_of(field) == "learning"]
+BENCH_SETTINGS = (
+    *("model_name", "device", "huggingface_access_token", "seed", "num_train_samples", "num_generations"),
+    *(name for name in _LEARNING if name not in _NOT_TIMED),
+)
+
+
+def bench(args: argparse.Namespace) -> int:
+    from rl_swarm.bench import measure
+    from rl_swarm.monitor.screen import visible
+
+    def say(line: str) -> None:
+        print(visible(line), file=sys.stderr, flush=True)
+
+    loaded = settings.load(_given(args, BENCH_SETTINGS), defaults={"model_name": SMALL_MODEL})
+    print(json.dumps(measure(loaded, args.nodes, args.warm_up, args.rounds, say), indent=2))
+    return 0
 
 
 # Looking after experiments

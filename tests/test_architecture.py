@@ -25,14 +25,14 @@ LAYERS = [
     {"checkpoints", "heart"},
     {"card", "export", "simulate", "rounds"},
     {"run", "push"},
-    {"demo"},
+    {"demo", "bench"},
     {"live"},
     {"verbs"},
     {"cli"},
 ]
 TORCH_FREE = ["rl_swarm", "rl_swarm.coordinator", "rl_swarm.run", "rl_swarm.cli", "rl_swarm.verbs", "rl_swarm.live"]
 TORCH_FREE += ["rl_swarm.monitor.status", "rl_swarm.monitor.validate", "rl_swarm.monitor.screen", "rl_swarm.demo"]
-TORCH_FREE += ["rl_swarm.push", "rl_swarm.card", "rl_swarm.models.pools"]
+TORCH_FREE += ["rl_swarm.push", "rl_swarm.card", "rl_swarm.bench", "rl_swarm.models.pools"]
 TORCH_FREE += ["rl_swarm.simulate", "rl_swarm.export", "rl_swarm.policies.toy", "rgym_exp.runner.swarm_launcher"]
 
 
