@@ -223,3 +223,23 @@ def test_a_context_shorter_than_the_room_for_prompts_is_enough(tmp_path: Path) -
     config = transformers.GPT2Config(**GPT2 | {"n_positions": 3, "n_layer": 1, "n_head": 1})
     shape, weights = two_nodes(config, tmp_path)
     check(shape, weights, Decoding(shape, weights, graphs=False), [[[4, 2]], [[3]]], siblings=1, new_tokens=1)
+
+
+def test_out_of_memory_gives_all_buffers_up_and_a_smaller_call_goes_on(
+    little: tuple[Shape, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, weights = little
+    by_kernels = Decoding(shape, weights, graphs=False)
+    check(shape, weights, by_kernels, siblings=1, new_tokens=2)
+    really = Decoding._make_room
+
+    def make_room(self: Decoding, questions: int, *sizes: int) -> Any:
+        if questions > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return really(self, questions, *sizes)
+
+    monkeypatch.setattr(Decoding, "_make_room", make_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        check(shape, weights, by_kernels, [[[5], [6], [7]], [[1], [2], [3]]])
+    assert not by_kernels._rooms
+    check(shape, weights, by_kernels, siblings=1, new_tokens=2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,27 @@ Block = Callable[[Shape, Weights, Tensor, Attend], Tensor]
 
 
 def linear(weights: Weights, name: str, x_KND: Tensor) -> Tensor:
-    weight, bias = weights[name + ".weight"].transpose(1, 2), weights.get(name + ".bias")
-    if bias is None:
-        return torch.bmm(x_KND, weight)
-    if torch.compiler.is_compiling():
+    weight_KXD, bias_KX = weights[name + ".weight"], weights.get(name + ".bias")
+    if bias_KX is None or torch.compiler.is_compiling():
+        y_KNX: Tensor = _Product.apply(x_KND, weight_KXD)  # type: ignore[no-untyped-call]
         # To be added by whatever comes next; within the product it would first be written out for every token.
-        return torch.bmm(x_KND, weight) + bias[:, None]
+        return y_KNX if bias_KX is None else y_KNX + bias_KX[:, None]
     # Adding the bias within the product rounds once in bfloat16, as transformers does.
-    return torch.baddbmm(bias[:, None], x_KND, weight)
+    return torch.baddbmm(bias_KX[:, None], x_KND, weight_KXD.transpose(1, 2))
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, whose gradient lies as W does: torch's own would lie the other way round and have to be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, x_KND: Tensor, weight_KXD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_KND, weight_KXD)
+        return torch.bmm(x_KND, weight_KXD.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, gradient_KNX: Tensor) -> Any:
+        x_KND, weight_KXD = ctx.saved_tensors
+        return torch.bmm(gradient_KNX, weight_KXD), torch.bmm(gradient_KNX.transpose(1, 2), x_KND)
 
 
 def look_up(table_KVD: Tensor, ids_KN: Tensor) -> Tensor:
@@ -111,7 +125,8 @@ def scores(shape: Shape, weights: Weights, x_KND: Tensor) -> Tensor:
     hidden_KND = norm(weights, "last", x_KND, shape.norm_epsilon)
     table = weights["embed" if shape.tied else "head"]
     # Tables may be longer than the vocabulary; the product is quick because they are.
-    return torch.bmm(hidden_KND, table.transpose(1, 2))[..., : shape.vocabulary]
+    found: Tensor = _Product.apply(hidden_KND, table)  # type: ignore[no-untyped-call]
+    return found[..., : shape.vocabulary]
 
 
 def forward(

@@ -69,7 +69,21 @@ class Decoding:
         temperature: float,
         top_p: float,
     ) -> Sampled:
-        """As `sampling.sample`."""
+        """As `sampling.sample`. Out of memory: all buffers are given up before the error passes on."""
+        try:
+            return self._sample(prompts, uniform_KSC, ends, temperature, top_p)
+        except RuntimeError:
+            self._rooms.clear()
+            raise
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[Sequence[int]]],
+        uniform_KSC: Tensor,
+        ends: Sequence[int],
+        temperature: float,
+        top_p: float,
+    ) -> Sampled:
         S, C = uniform_KSC.shape[1:]
         prompts_KQP, lengths_KQ = padded_prompts(prompts, min(PROMPT_STEP, self._shape.context))
         room = self._room(lengths_KQ.shape[1], S, C, prompts_KQP.shape[2])
