@@ -131,6 +131,7 @@ class Rounds:
     def _beat(self, *, shared: Step | None = None, learned: Step | None = None) -> None:
         for lease in self._leases:
             self._heart.beat(lease, shared, learned)
+        self._stop.tell()
 
     def _is_checkpointed(self, round: int) -> bool:
         every = self._settings.checkpoint_interval

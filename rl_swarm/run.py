@@ -122,6 +122,7 @@ def coordinate(settings: Settings, stop: Stop, watcher: Watcher, store: Store | 
                 say(f"round {state.round}: {workers} live worker{'' if workers == 1 else 's'}")
             if state != before:
                 before, polls = state, stop.polls(LONGEST_CLOCK_POLL)
+                stop.tell()
                 if not state.finished:
                     say(f"round {state.round} stage {state.stage} begins")
         if before.finished:
@@ -134,6 +135,7 @@ def host(settings: Settings, nodes: Sequence[str], stop: Stop, watcher: Watcher)
     store = open_store(settings.gdrive_path, create=True)
     _open_or_create(store, settings, watcher)
     clock_stop = Stop()
+    clock_stop.pair(stop)
     failures: list[Exception] = []
 
     def keep_clock() -> None:
