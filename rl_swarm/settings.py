@@ -243,7 +243,7 @@ class Settings(BaseSettings):
         0.0, "learning", "Weight of a KL term that holds the model near its start; 0 (the paper) has none."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
-        "auto", "learning", "Compute type over float32 weights; auto: bfloat16 on a GPU, else float32."
+        "auto", "learning", "Compute type over float32 weights; auto: bfloat16 on a recent GPU, else float32."
     )
     chat_template: Literal["auto", "none"] = _setting(
         "auto", "learning", "auto puts questions through the model's chat template where it has one; none never."
@@ -252,7 +252,7 @@ class Settings(BaseSettings):
         None,
         "learning",
         "Tokens in one forward and backward pass: lower it when memory runs out.",
-        "8192; on a CPU fewer where they would take more than 512 MiB",
+        "by memory: half of what is free on a GPU, 1.25 GiB on a CPU, there at most 8192",
     )
     gradient_checkpointing: bool = _setting(False, "learning", "Recompute layers instead of keeping them: less memory.")
     compile: Literal["auto", "on", "off"] = _setting(

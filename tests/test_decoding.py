@@ -5,6 +5,7 @@ Triton's interpreter runs the kernels on the CPU.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,9 @@ def test_out_of_memory_gives_all_buffers_up_and_a_smaller_call_goes_on(
     shape, weights = little
     by_kernels = Decoding(shape, weights, graphs=False)
     check(shape, weights, by_kernels, siblings=1, new_tokens=2)
+    (room,) = by_kernels._rooms.values()
+    cache = weakref.ref(room.completions)
+    del room
     really = Decoding._make_room
 
     def make_room(self: Decoding, questions: int, *sizes: int) -> Any:
@@ -242,4 +246,5 @@ def test_out_of_memory_gives_all_buffers_up_and_a_smaller_call_goes_on(
     with pytest.raises(torch.OutOfMemoryError):
         check(shape, weights, by_kernels, [[[5], [6], [7]], [[1], [2], [3]]])
     assert not by_kernels._rooms
+    assert cache() is None, "nothing else holds on to what was given up"
     check(shape, weights, by_kernels, siblings=1, new_tokens=2)

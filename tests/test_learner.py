@@ -178,7 +178,7 @@ def test_a_peers_text_is_encoded_to_the_tokens_it_was_sampled_from() -> None:
     for scored in sampled_groups(policy, ["a"], group_size=16)["a"]:
         for rollout in scored.group.rollouts:
             assert (
-                tuple(policy._encode_completion(Rollout(rollout.text, truncated=rollout.truncated)))
+                tuple(policy._encode_completion(Rollout(rollout.text, truncated=rollout.truncated), 100))
                 == rollout.token_ids
             )
 
@@ -519,6 +519,7 @@ def test_the_estimate_adds_up_and_says_so_in_one_sentence() -> None:
         held={"weights": 100 * MIB, "optimiser": 200 * MIB},
         sampling={"cache": 300 * MIB},
         training={"gradients": 100 * MIB, "activations": 1024 * MIB},
+        staying={},
         free=2000 * MIB,
         micro_batch_tokens=4096,
     )
@@ -727,7 +728,8 @@ def test_a_cut_off_text_that_encodes_a_little_longer_is_cut_again() -> None:
     (question,) = ask("1+1=")
     slightly = Rollout("1234567890", truncated=True)
     assert policy.fits(question, [slightly])
-    assert len(policy._encode_completion(slightly)) == LEARNING.max_new_tokens
+    assert len(policy._encode_completion(slightly, 100)) == LEARNING.max_new_tokens
+    assert len(policy._encode_completion(slightly, 3)) == 3, "no further than the model's context"
     assert not policy.fits(question, [Rollout("12345678901", truncated=True)])
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
@@ -734,7 +735,10 @@ def test_scores_at_real_positions_are_those_of_a_loop_and_zero_elsewhere(
     With prompts shared, and with each sequence whole.
     """
     padded = pad(micro_batch, CPU, multiple)
-    ids = torch.cat([padded.whole(k)[0].flatten(1) for k in range(2)]) if whole else padded.tokens
+    # Nodes' whole sequences are not equally long; what is added at their end nobody looks at.
+    most = max(padded.whole(k)[0].numel() for k in range(2))
+    rows = [padded.whole(k)[0].flatten(1) for k in range(2)]
+    ids = torch.cat([F.pad(row, (0, most - row.shape[1])) for row in rows]) if whole else padded.tokens
     source = torch.cat([padded.whole(k)[1] for k in range(2)]) if whole else padded.source_KSC
     K, N = ids.shape
     # A hidden state that names its place.

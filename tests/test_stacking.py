@@ -83,3 +83,28 @@ def test_stacked_nodes_learn_and_write_what_each_would_alone(family: str, tmp_pa
             assert torch.equal(found.lengths_KS[k], one.lengths_KS[0])
             for s, length in enumerate(one.lengths_KS[0].tolist()):
                 assert torch.equal(found.ids_KSC[k, s, :length], one.ids_KSC[0, s, :length]), (k, s)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_padding_beyond_a_models_last_position_changes_nothing(family: str, multiple: int, tmp_path: Path) -> None:
+    """A long prompt beside a long completion of another: together they are longer than any sequence, and than 64."""
+    long_prompt = [TrainingSequence([7] * 60, [5, 6, 9], 1.0)]
+    long_completion = [TrainingSequence([8, 3], list(range(1, 61)), 1.0)]
+    folder = save_random(FAMILIES[family], tmp_path, 1)
+    models = StackedModels(2, folder, LEARNING, "cpu")
+    together = pad([[long_prompt, long_completion], [long_completion, long_prompt]], torch.device("cpu"), multiple)
+    found, _ = models.logprobs(together, 1.0)
+    for q, siblings in enumerate((long_prompt, long_completion)):
+        alone, _ = StackedModels(1, folder, LEARNING, "cpu").logprobs(pad([[siblings]], torch.device("cpu")), 1.0)
+        length = len(siblings[0].completion)
+        for k, place in ((0, q), (1, 1 - q)):
+            assert torch.allclose(found[k, place, :length], alone[0, 0, :length], atol=1e-5)
+
+
+def test_whole_sequences_are_no_longer_than_the_longest() -> None:
+    long_prompt, long_completion = TrainingSequence([7] * 60, [5, 6], 1.0), TrainingSequence([8], [4] * 61, 1.0)
+    padded = pad([[[long_prompt], [long_completion]]], torch.device("cpu"))
+    ids, source = padded.whole(0)
+    assert ids.shape == (1, 2, 62) and int(source.max()) < 2 * 62
+    assert ids[0, 0, 60:].tolist() == [5, 6] and ids[0, 1].tolist() == [8, *[4] * 61]

@@ -141,7 +141,10 @@ class Padded:
         return torch.cat((prompts.flatten(1), completions.flatten(1)), 1)
 
     def whole(self, k: int) -> tuple[Tensor, Tensor]:
-        """One node's sequences each with its prompt, (1, S, P + C), and where among their tokens the sources are."""
+        """One node's sequences each with its prompt, (1, S, T), and where among their tokens the sources are.
+
+        T is the length of the longest: a model may have no position beyond it.
+        """
         prompts_SP = self.prompts_KQP[k].repeat_interleave(self.siblings, 0)
         lengths_S1 = self.lengths_KQ[k].repeat_interleave(self.siblings)[:, None]
         S, C = self.targets_KSC.shape[1:]
@@ -149,8 +152,9 @@ class Padded:
         # Beyond a prompt's end its padding makes room for the completion.
         ids_ST = torch.cat((prompts_SP, prompts_SP.new_zeros(S, C)), 1)
         ids_ST = ids_ST.scatter(1, lengths_S1 + steps, self.targets_KSC[k])
-        offsets_S1 = torch.arange(S, device=prompts_SP.device)[:, None] * ids_ST.shape[1]
-        return ids_ST[None], ((lengths_S1 - 1 + steps).clamp(min=0) + offsets_S1)[None]
+        T = max(1, int((lengths_S1[:, 0] + self.real_KSC[k].sum(1)).max()))
+        offsets_S1 = torch.arange(S, device=prompts_SP.device)[:, None] * T
+        return ids_ST[None, :, :T], ((lengths_S1 - 1 + steps).clamp(0, T - 1) + offsets_S1)[None]
 
 
 def pad(micro_batch: MicroBatch, device: torch.device, multiple: int = 1) -> Padded:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_swarm.policies import decoder
 from rl_swarm.policies.decoder import Attend, Block, Split
+from rl_swarm.policies.engine import kernels_run_on
 from rl_swarm.policies.families.parts import Shape, Weights
 from rl_swarm.policies.logprobs import token_logprobs
 
@@ -21,11 +22,12 @@ HeadLogprobs = Callable[[Shape, Weights, Tensor, Tensor, float], tuple[Tensor, T
 
 # Below this many trained numbers, of all nodes, a compilation takes longer than it will ever save.
 WORTH_COMPILING = 50_000_000
+MOST_COMPILATIONS = 64
 
 
 def is_worth_it(wanted: str, trained: int, device: torch.device) -> bool:
-    """Whether COMPILE asks for it on this device: `auto` does for large models on a GPU."""
-    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and trained >= WORTH_COMPILING)
+    """Whether COMPILE asks for it on this device: `auto` does for large models on a GPU whose kernels can be built."""
+    return wanted == "on" or (wanted == "auto" and trained >= WORTH_COMPILING and kernels_run_on(device))
 
 
 def compiled_block() -> Block:
@@ -81,4 +83,6 @@ def _any_length(x: Tensor) -> Tensor:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # With and without gradients, for a reference, for the first chunk and the last, on every GPU: each but once.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_COMPILATIONS)
     return torch.compile(function, fullgraph=True)

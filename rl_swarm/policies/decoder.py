@@ -79,7 +79,11 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def embed(weights: Weights, ids_KN: Tensor, positions_KN: Tensor) -> Tensor:
     x_KND = look_up(weights["embed"], ids_KN)
-    return x_KND + look_up(weights["positions"], positions_KN) if "positions" in weights else x_KND
+    if "positions" not in weights:
+        return x_KND
+    # Padding may stand beyond the last position; what is read for it does not matter.
+    table_KTD = weights["positions"]
+    return x_KND + look_up(table_KTD, positions_KN.clamp(max=table_KTD.shape[1] - 1))
 
 
 def block(shape: Shape, weights: Weights, x_KND: Tensor, attend: Attend) -> Tensor:

@@ -19,11 +19,13 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from rl_swarm.errors import ModelError
 from rl_swarm.policies import kernels, sampling
 from rl_swarm.policies.decoder import Attend, rotary
 from rl_swarm.policies.families.parts import Shape, Weights
 from rl_swarm.policies.kernels import GATED_SILU, GELU, Record, Stage
 from rl_swarm.policies.layout import of_layer
+from rl_swarm.policies.memory import is_out_of_memory
 from rl_swarm.policies.sampling import Sampled, nucleus, padded_prompts
 
 # Prompts are given room in steps of this, so that rounds with like prompts share buffers and graphs.
@@ -34,6 +36,7 @@ LOOK_EVERY = 16
 MOST_ROOMS = 2
 
 
+# Torch records one graph at a time in a process.
 RECORDING = Lock()
 
 
@@ -46,7 +49,7 @@ class Room:
     prompts: Tensor  # keys and values, (L, 2, K, Q, G, P, E)
     completions: Tensor  # keys and values, (L, 2, K, S, G, C, E)
     turns: tuple[Tensor, Tensor] | None  # cosines and sines by position, (positions, E / 2)
-    replays: dict[tuple[object, ...], tuple[Tensor, Callable[[], None]]] = field(default_factory=dict)
+    replays: dict[tuple[object, ...], tuple[Stage, Callable[[], None] | None]] = field(default_factory=dict)
 
 
 class Decoding:
@@ -72,9 +75,14 @@ class Decoding:
         """As `sampling.sample`. Out of memory: all buffers are given up before the error passes on."""
         try:
             return self._sample(prompts, uniform_KSC, ends, temperature, top_p)
-        except RuntimeError:
-            self._rooms.clear()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self.release()
             raise
+
+    def release(self) -> None:
+        """Give up all buffers and graphs; the next call makes them again."""
+        self._rooms.clear()
 
     def _sample(
         self,
@@ -89,6 +97,8 @@ class Decoding:
         room = self._room(lengths_KQ.shape[1], S, C, prompts_KQP.shape[2])
         room.stage.prompt_lengths_KQ.copy_(lengths_KQ)
         room.record.uniform_KSC.copy_(uniform_KSC)
+        if len(ends) > kernels.MOST_ENDS:
+            raise ModelError(f"The model has {len(ends)} end tokens; at most {kernels.MOST_ENDS} can be watched for.")
         room.record.ends_A.fill_(-1)
         room.record.ends_A[: len(ends)] = torch.tensor(ends)
         for begun, value in ((room.stage.written_KS, 0), (room.record.done_KS, 0), (room.record.lengths_KS, C)):
@@ -233,19 +243,18 @@ class Decoding:
                 room.stage.siblings,
             )
 
-            def step() -> None:
-                self._step(room, stage, temperature, top_p)
+            room.replays[key] = (stage, self._recorded(room, stage, temperature, top_p) if self._graphs else None)
+        stage, graph = room.replays[key]
+        # Nothing in a room may hold on to the room: what is given up must be gone at once.
+        return stage.slots_KM, graph or partial(self._step, room, stage, temperature, top_p)
 
-            room.replays[key] = (stage.slots_KM, self._recorded(step) if self._graphs else step)
-        return room.replays[key]
-
-    def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _recorded(self, room: Room, stage: Stage, temperature: float, top_p: float) -> Callable[[], None]:
         """The step as a graph. It is run once before, for no row, so that its kernels are compiled."""
-        step()
+        self._step(room, stage, temperature, top_p)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Torch records one graph at a time in a process; other GPUs' threads may go on taking memory meanwhile.
+        # Other GPUs' threads may go on taking memory meanwhile.
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with RECORDING, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
+            self._step(room, stage, temperature, top_p)
         return graph.replay

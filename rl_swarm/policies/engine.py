@@ -5,6 +5,8 @@ Shape letters: K nodes, S sequences, C completion positions.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -68,6 +70,10 @@ class Models(Protocol):
         """Completions for Q prompts of each node, one per row of uniform numbers."""
         ...
 
+    def release(self) -> None:
+        """Give up memory that is only kept so that the next sampling begins sooner."""
+        ...
+
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every completion token, (K, S, C), differentiable in the weights."""
         ...
@@ -123,5 +129,7 @@ def is_recent_gpu(device: torch.device | str) -> bool:
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether our own kernels do."""
-    return is_recent_gpu(device) and find_spec("triton") is not None
+    """Whether our own kernels do: Triton must be there, and the C compiler it calls."""
+    compilers = (os.environ.get("CC", "gcc"), "gcc", "clang")
+    there = find_spec("triton") is not None and any(shutil.which(name) for name in compilers)
+    return there and torch.version.cuda is not None and is_recent_gpu(device)

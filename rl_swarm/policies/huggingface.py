@@ -138,6 +138,9 @@ class HuggingfaceModels:
                 rows.append(joined(answers, 1))
         return joined(rows, 0)
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         found = []
         for k in range(len(self._models)):

@@ -29,7 +29,7 @@ POSITIONS, WARPS = (32, 64), (1, 4)
 # Programs that keep a large GPU's memory busy, and the shared memory each may take so that two run side by side.
 BUSY, SHARED_MEMORY = 256, 100_000
 # End tokens a model may have.
-MOST_ENDS = 16
+MOST_ENDS = 64
 
 NO_ACTIVATION, GELU, GATED_SILU = 0, 1, 2
 
@@ -51,7 +51,7 @@ def _linear(
 ):  # fmt: skip
     # Node and rows last: programs that read the same weights run at about the same time.
     tile, rows, k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    m = rows * ROWS + tl.arange(0, ROWS)
+    m = (rows * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     d = tl.arange(0, INPUTS)
     x_at = x_KMD + k * x_node + m[:, None] * x_row + d[None, :]
@@ -149,7 +149,7 @@ def _norm(
     x_KMD, weight_KD, bias_KD, out_KMD, D, epsilon, x_node, x_row, out_node, out_row,
     WIDTH: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    m, k = tl.program_id(0), tl.program_id(1)
+    m, k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < D
     raw = tl.load(x_KMD + k * x_node + m * x_row + d, mask=inside, other=0.0)
@@ -359,7 +359,7 @@ def embed(stage: Stage, ids_KS: Tensor, tokens_KVD: Tensor, positions_KTD: Tenso
 
 @triton.jit
 def _survey(scores_KMV, most_RB, sum_RB, V, B, sharpness, BLOCK: tl.constexpr):
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores_KMV + row * V + v, mask=v < V, other=float("-inf")).to(tl.float32) * sharpness
     most = tl.max(score, 0)
@@ -448,7 +448,7 @@ def survey(scores_KMV: Tensor, sharpness: float) -> tuple[Tensor, Tensor]:
     V = scores_KMV.shape[-1]
     R, B = scores_KMV.numel() // V, triton.cdiv(V, VOCABULARY_BLOCK)
     most_RB, sum_RB = scores_KMV.new_empty(2, R, B, dtype=torch.float32)
-    _survey[(B, R)](scores_KMV, most_RB, sum_RB, V, B, sharpness, BLOCK=VOCABULARY_BLOCK, num_warps=4)
+    _survey[(R, B)](scores_KMV, most_RB, sum_RB, V, B, sharpness, BLOCK=VOCABULARY_BLOCK, num_warps=4)
     return most_RB, sum_RB
 
 

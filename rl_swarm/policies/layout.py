@@ -6,6 +6,8 @@ as (out, in), and the table of a large vocabulary is filled up with zeros to a l
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from rl_swarm.policies.families.parts import Shape, Weights
@@ -57,9 +59,8 @@ def _padded(vocabulary: int) -> int:
     return vocabulary if vocabulary < LARGE_VOCABULARY else -(-vocabulary // MULTIPLE) * MULTIPLE
 
 
-def _sources(shape: Shape, there: object) -> dict[str, list[str]]:
+def _sources(shape: Shape, there: Container[str]) -> dict[str, list[str]]:
     """The decoder's names, and from which of the folder's each is made. `there` holds the folder's names."""
-    assert hasattr(there, "__contains__")
     names = FAMILIES[shape.family].NAMES
     sources = {"embed": [names.embed + ".weight"]}
     if names.positions is not None:

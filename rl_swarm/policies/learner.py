@@ -195,7 +195,8 @@ class Learner:
         ):
             if number in scored.left_out:
                 continue
-            completion = self._encode_completion(rollout) if rollout.token_ids is None else rollout.token_ids
+            room = self._models.context - len(prompt)
+            completion = self._encode_completion(rollout, room) if rollout.token_ids is None else rollout.token_ids
             if not foreign and not all(map(math.isfinite, rollout.logprobs or ())):
                 batch.broken = True
             batch.tokens += len(completion)
@@ -233,10 +234,10 @@ class Learner:
     def _encode_question(self, question: Question) -> list[int]:
         return self._tokens.encode_prompt(question.prompt, question.examples)
 
-    def _encode_completion(self, rollout: Rollout) -> list[int]:
+    def _encode_completion(self, rollout: Rollout, room: int) -> list[int]:
         """A text that was cut off may encode to a few tokens more than it was written with: it is cut again."""
         ids = self._tokens.encode(rollout.text)
-        return ids[: self._learning.max_new_tokens] if rollout.truncated else [*ids, self._tokens.end]
+        return ids[: min(self._learning.max_new_tokens, room)] if rollout.truncated else [*ids, self._tokens.end]
 
     def _look_back(self, minibatches: Sequence[Sequence[Batch]], figures: Sequence[Figures]) -> None:
         """Note log-probs under the weights the round begins with, wherever they will be needed once these have moved.
@@ -301,6 +302,7 @@ class Learner:
                 self._models.drop_gradients()
                 if not is_out_of_memory(error):
                     raise
+                self._models.release()
                 if all(sum(map(len, node)) <= 1 for piece in pieces for node in piece):
                     raise ModelError(
                         "There is not enough memory to train on even one completion at a time: set "

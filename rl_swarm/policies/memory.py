@@ -51,6 +51,7 @@ class Counts:
     checkpointed: bool
     chunk: int = CHUNK_NUMBERS  # scores over the vocabulary held at a time
     score_bytes: int = SCORE_BYTES  # that each takes while it is there
+    cache_stays: bool = False  # while training, too
 
     @property
     def activation_bytes(self) -> int:
@@ -66,6 +67,7 @@ class Estimate:
     held: Mapping[str, int]
     sampling: Mapping[str, int]
     training: Mapping[str, int]
+    staying: Mapping[str, int]
     free: int | None
     micro_batch_tokens: int
 
@@ -75,11 +77,11 @@ class Estimate:
 
     @property
     def to_come(self) -> int:
-        """What is taken after weights and optimiser: sampling and training take turns."""
-        return max(sum(self.sampling.values()), sum(self.training.values()))
+        """What is taken after weights and optimiser: sampling and training take turns, unless the cache stays."""
+        return max(sum(self.sampling.values()), sum(self.training.values())) + sum(self.staying.values())
 
     def sentence(self) -> str:
-        parts = {**self.held, **self.sampling, **self.training}
+        parts = {**self.held, **self.sampling, **self.staying, **self.training}
         listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
         text = f"memory, at most about {size(self.total)}: {listed}; {self.micro_batch_tokens} tokens a pass"
         if self.free is not None and self.to_come > self.free:
@@ -93,10 +95,13 @@ def estimate(counts: Counts, work: Work, free: int | None, micro_batch_tokens: i
     wanted = min(micro_batch_tokens, counts.nodes * work.trained * work.tokens)
     scores = counts.score_bytes * min(counts.chunk, wanted * counts.vocabulary)
     gradients = 4 * counts.trained
-    fit = fitting(wanted, per_token, gradients + scores, free)
+    cache = {"cache": item * counts.nodes * work.sampled * work.tokens * counts.cached}
+    staying = cache if counts.cache_stays else {}
+    fit = fitting(wanted, per_token, gradients + scores + sum(staying.values()), free)
     return Estimate(
         held={"weights": 4 * counts.weights + item * counts.copied, "optimiser": 8 * counts.trained},
-        sampling={"cache": item * counts.nodes * work.sampled * work.tokens * counts.cached},
+        sampling={} if counts.cache_stays else cache,
+        staying=staying,
         training={"gradients": gradients, "activations": per_token * fit, "scores": scores},
         free=free,
         micro_batch_tokens=fit if fit < wanted else micro_batch_tokens,

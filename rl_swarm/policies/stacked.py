@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from rl_swarm.policies.learner import Learner
 from rl_swarm.policies.logprobs import CHUNK_NUMBERS, at_real_positions, in_chunks
 from rl_swarm.policies.reading import read_shape, read_weights
 from rl_swarm.policies.tokens import Tokens
+
+if TYPE_CHECKING:
+    from rl_swarm.policies.decoding import Decoding
 
 
 def stacked_learner(nodes: Sequence[str], folder: Path, learning: Learning, device: str = "cpu") -> Learner:
@@ -79,13 +82,15 @@ class StackedModels:
         self._chunk = CHUNK_NUMBERS if self._checkpointed else memory.default_chunk(self.device, self._score_bytes)
         # Sampling must see updates in place: these tensors are written to and never replaced.
         self._sampler: Callable[..., sampling.Sampled] = partial(sampling.sample, self._shape, self._read)
+        self._decoding: Decoding | None = None
         if kernels_run_on(self.device):
             from rl_swarm.policies.arranging import arranged
             from rl_swarm.policies.decoding import Decoding
 
             if "0.q_norm.weight" not in self._read:
                 self._grouped = arranged
-            self._sampler = Decoding(self._shape, self._read, graphs=learning.cuda_graphs).sample
+            self._decoding = Decoding(self._shape, self._read, graphs=learning.cuda_graphs)
+            self._sampler = self._decoding.sample
 
     def sample(
         self,
@@ -97,6 +102,10 @@ class StackedModels:
         top_p: float,
     ) -> sampling.Sampled:
         return self._sampler(prompts, uniform_KSC, ends=ends, temperature=temperature, top_p=top_p)
+
+    def release(self) -> None:
+        if self._decoding is not None:
+            self._decoding.release()
 
     def logprobs(self, padded: Padded, temperature: float) -> tuple[Tensor, Tensor]:
         return self._logprobs(self._read, padded, temperature)
@@ -201,6 +210,7 @@ class StackedModels:
             checkpointed=self._checkpointed,
             chunk=self._chunk,
             score_bytes=self._score_bytes,
+            cache_stays=self._decoding is not None,
         )
 
 
